@@ -16,6 +16,7 @@ _COMMANDS = {
     "tokenize": "turn text into token files",
     "upcycle": "turn a dense model into a mixture of experts",
     "evaluate": "evaluate an export with lm-evaluation-harness",
+    "invite": "invite peers to a private run, and take invitations back",
     "logs": "pack the logs of a peer for a bug report",
 }
 

@@ -45,6 +45,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     run.add_argument("--initial-peers", nargs="+", metavar="MADDR", help="addresses of peers in the run")
     run.add_argument("--run-id", help="refuse to join any other run")
+    run.add_argument("--private", action="store_true", help="found a run in which only invited peers take part")
+    run.add_argument("--invitation", metavar="WORD|FILE", help="join a private run with this invitation")
     run.add_argument("--wait-for-peers", type=int, metavar="N", help="wait until N peers are ready, including this one")
     run.add_argument("--max-rounds", type=int, metavar="N", help="leave after N rounds")
     _add_peer_arguments(parser)

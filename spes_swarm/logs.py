@@ -3,7 +3,7 @@
     python -m spes_swarm.logs OUTPUT_DIR [--to FILE.tar.gz]
 
 The archive has the log, the newest events, the manifest of the run, and the versions of this machine's software. It has
-no identity, weights or data, and what looks like a token or a key is replaced. The peer may be running.
+no identity, weights or data, and what looks like a token, an invitation or a key is replaced. The peer may be running.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A line says when (UTC), how serious, which process, run, round and peer, which module, and what. Tracebacks follow their
 line. A full file is renamed to log.1.txt, and so on: the log never takes more than `MAX_BYTES` x `NUM_FILES`, and
-standard output is left alone. What looks like a token or a private key is not written.
+standard output is left alone. What looks like a token, an invitation or a private key is not written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 _OWN = ("spes_swarm", "hivemind")  # loggers that have the user's level; those of other libraries start at warnings
 _LIBRARIES = ("hivemind", "huggingface_hub", "transformers", "datasets")  # each prints to standard error by itself
 _SECRETS = re.compile(
-    r"\bhf_\w{8,}|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"\bhf_\w{8,}|\bspes1\.[\w-]{8,}|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
     r"|(?i:(?<=bearer )|(?<=token=)|(?<=signature=)|(?<=api_key=))[\w.~+/%-]{8,}",
     re.DOTALL,
 )
@@ -59,7 +59,7 @@ _path: Path | None = None  # of the log that is open, or was last
 
 
 def redacted(text: str) -> str:
-    """Replaces what must not leave this machine: tokens, signatures in addresses, private keys."""
+    """Replaces what must not leave this machine: tokens, invitations, signatures in addresses, private keys."""
     for name in _SECRET_VARIABLES:
         if len(secret := os.environ.get(name, "")) >= 8:
             text = text.replace(secret, "(secret)")

@@ -55,14 +55,15 @@ def sync_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Replaces a file by bytes or UTF-8 text, atomically and durably.
+def replace_file(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+    """Replaces a file by bytes or UTF-8 text, atomically and durably; `mode` is subject to the umask.
 
     Raises:
         OSError: it cannot be written; an earlier file is intact, and nothing is left behind.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        temporary.touch(mode=mode)
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
         sync_to_disk(temporary)
         temporary.replace(path)

@@ -7,24 +7,25 @@ import shlex
 from pathlib import Path
 
 from spes_swarm.config.data import DataConfig
-from spes_swarm.config.manifest import Manifest
 
 _YOUR_DATA = "YOUR_DATA"
 _CHARS_LEFT_OUT = 16  # of the digest in a run id: 8 are enough for the name of a directory
 
 
-def join_command(manifest: Manifest, address: str, python: str = "python", *, one_thread: bool = False) -> str:
+def join_command(
+    run_id: str, data: DataConfig, address: str, python: str = "python", *, one_thread: bool = False
+) -> str:
     """Returns the command with which a newcomer joins through the peers at `address` (multiaddresses).
 
     Its output directory is named after the run, and is a new one on this machine. With `one_thread` a peer uses one
     CPU thread, which other peers on its machine do not slow down.
     """
-    command = [python, "-m", "spes_swarm.join", "--initial-peers", *address.split(), "--run-id", manifest.run_id]
-    name = f"runs/{manifest.run_id[:-_CHARS_LEFT_OUT]}"
+    command = [python, "-m", "spes_swarm.join", "--initial-peers", *address.split(), "--run-id", run_id]
+    name = f"runs/{run_id[:-_CHARS_LEFT_OUT]}"
     numbered = (f"{name}-{number}" for number in itertools.count(2))
     directory = next(path for path in itertools.chain([name], numbered) if not Path(path).exists())
     threads = ["--num-threads", "1"] if one_thread else []
-    return shlex.join([*command, "--output-dir", directory, *threads, *data_arguments(manifest.run.data)])
+    return shlex.join([*command, "--output-dir", directory, *threads, *data_arguments(data)])
 
 
 def data_arguments(run: DataConfig) -> list[str]:

@@ -44,6 +44,7 @@ class PeerConfig(Section):
     seed: Seed | None = None  # of this peer's own order of token files; None = the peers divide one order
     initial_peers: tuple[str, ...] = ()  # multiaddresses of peers of the run; none = found a run
     run_id: Text | None = None  # the run to join; None = that of the initial peers
+    invitation: Text | None = None  # to a private run: the word, or a file with it; None = that of the last session
     host_maddrs: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)  # multiaddresses to listen on
     announce_maddrs: tuple[str, ...] = ()  # multiaddresses to announce; none = those listened on
     client_mode: bool = False  # accept no connections; for peers that cannot be reached

@@ -55,6 +55,7 @@ _MAX_TOKENS_PER_STEP = 2**24
 # A round is planned part by part; the largest model has 2**24 parts of the default size.
 _MAX_PARTS = 2**24
 
+_LEFT_OUT = (("admission", "open"), ("visible", "all"))
 _LOCAL = re.compile(r"local:(?P<label>[^:]+):(?P<digest>[0-9a-f]{64})")
 
 
@@ -389,6 +390,13 @@ class RunConfig(Section):
             )
         if self.tokenizer.name == "bytes" and model.pad_token_id is not None and model.pad_token_id <= 256:
             raise ConfigError(f"model.{frozen_embedding(model.pad_token_id, 'a token of the bytes tokenizer')}")
+        if self.visible == "members" and self.admission == "open":
+            raise ConfigError("visible: found 'members', expected 'all' in an open run, in which everybody is a member")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `Section.to_dict`, without the defaults of settings that older versions refuse as unknown."""
+        values = Section.to_dict(self)
+        return {key: value for key, value in values.items() if (key, value) not in _LEFT_OUT}
 
     @property
     def most_experts(self) -> int:

@@ -108,24 +108,30 @@ async def _watch(options: Options) -> None:
         from spes_swarm.monitor.collector import Collector
         from spes_swarm.monitor.watcher import NetworkOptions, open_watcher
         from spes_swarm.network.link.wire import report_loop_errors
+        from spes_swarm.protocol.admission.grants import read_invitation
         from spes_swarm.protocol.members.identity import Identity
+        from spes_swarm.storage.invitations import can_be_passed_on
         from spes_swarm.storage.run_directory import locked_identity
 
         divert("hivemind")
         identity_path = options.identity
         if identity_path is None:
             identity_path = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="spes-monitor-"))) / "key"
+        identity_path = identity_path.absolute()
+        peer_id = Identity.load_or_create(identity_path).peer_id
+        invitation = read_invitation(options.invitation) if options.invitation is not None else None
         network = NetworkOptions(
             initial_peers=options.initial_peers,
-            identity_path=identity_path.absolute(),
+            identity_path=identity_path,
             host_maddrs=options.host_maddrs,
             announce_maddrs=options.announce_maddrs,
             is_entry=options.bootstrap,
-            run_id=options.run_id,
+            run_id=options.run_id or (invitation.run_id if invitation is not None else None),
             timeout_s=options.timeout_s,
+            admission=invitation.admit(peer_id) if invitation is not None else b"",
+            to_pass_on=options.invitation if invitation is not None and can_be_passed_on(invitation) else None,
         )
-        peer_id = Identity.load_or_create(network.identity_path).peer_id
-        cleanup.enter_context(locked_identity(network.identity_path, peer_id, "each monitor needs its own"))
+        cleanup.enter_context(locked_identity(identity_path, peer_id, "each monitor needs its own"))
         remembered = history.manifest() if history is not None else None
         report_loop_errors(lambda detail: print(f"monitor: {detail}", file=sys.stderr))
         watcher = await open_watcher(network, remembered, history.addresses() if history is not None else [])

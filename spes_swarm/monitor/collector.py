@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import replace
 
 from spes_swarm.base.errors import DataError, NetworkProcessError
 from spes_swarm.config.join_command import describe_data
@@ -33,6 +34,7 @@ def run_info(manifest: Manifest) -> RunInfo:
         experts_per_peer=run.experts_per_peer,
         total_steps=run.training.total_steps,
         data=describe_data(run.data) if run.data.kind else None,
+        admission=run.admission,
         inner_steps_later=run.round.inner_steps_later,
     )
 
@@ -101,7 +103,8 @@ class Collector:
         ledger = self._ledger
         points, removed = ledger.take_changes()
         try:
-            history.write(self.source.state(), ledger.summary(), points, removed, self._watcher.addresses())
+            state = replace(self.source.state(), join_command=None)  # it may contain an invitation
+            history.write(state, ledger.summary(), points, removed, self._watcher.addresses())
         except DataError as exc:  # on a full disk the monitor still shows the swarm
             ledger.give_back(points, removed)
             self._complain(str(exc))

@@ -12,6 +12,7 @@ from typing import Any
 from spes_swarm.base.address import listen_addresses, peer_addresses
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.command_line import OneLineParser
+from spes_swarm.storage.invitations import find_invitation
 from spes_swarm.storage.trackers import check_tracker
 
 
@@ -21,6 +22,7 @@ class Options:
 
     initial_peers: Sequence[str]
     run_id: str | None
+    invitation: str | None  # the word
     once: bool
     json: bool
     web: tuple[str, int] | None  # host and port
@@ -42,11 +44,13 @@ def parse_options(arguments: list[str] | None) -> Options:
     Raises:
         ConfigError: an unknown flag, a wrong value, or flags that contradict each other.
         AddressError: an address that cannot be used.
+        InvitationError: the invitation is damaged.
     """
     given = Options(**vars(_parser().parse_args(arguments)))
     options = replace(
         given,
         initial_peers=peer_addresses(given.initial_peers),
+        invitation=None if given.invitation is None else find_invitation(given.invitation).to_text(),
         host_maddrs=listen_addresses(given.host_maddrs),
         announce_maddrs=listen_addresses(given.announce_maddrs, announced=True),
     )
@@ -62,6 +66,9 @@ def _parser() -> OneLineParser:
     period: dict[str, Any] = {"type": float, "metavar": "SECONDS"}
     parser.add_argument("--initial-peers", **maddrs, help="addresses of peers of the run")
     parser.add_argument("--run-id", help="refuse any run but this one")
+    parser.add_argument(
+        "--invitation", metavar="WORD|FILE", help="to a private run; an unlimited one is shown to viewers"
+    )
     parser.add_argument(
         "--refresh", **period, default=2.0, dest="refresh_s", help="time between refreshes (default: 2)"
     )
@@ -105,6 +112,7 @@ def _check(options: Options) -> None:
         for name, given in (
             ("--initial-peers", options.initial_peers),
             ("--run-id", options.run_id),
+            ("--invitation", options.invitation),
             ("--history", options.history),
             ("--bootstrap", options.bootstrap),
             ("--log", options.log),

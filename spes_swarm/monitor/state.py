@@ -51,6 +51,7 @@ class RunInfo:
     experts_per_peer: _Positive
     total_steps: Annotated[_Positive, Field(description="inner steps until the learning rate is at its minimum")]
     data: Annotated[str | None, Field(description="the training data; null: not in the run's manifest")] = None
+    admission: Annotated[str, Field(description="who may take part: open, invite, allow-list")] = "open"
     inner_steps_later: Annotated[
         tuple[tuple[_Positive, _Positive], ...],
         Field(description="pairs: an inner step of the run, and the local steps in a round that begins then or later"),

@@ -59,8 +59,18 @@ class Reading:
 class Watcher:
     """Reads the records of one run."""
 
-    def __init__(self, daemon: Daemon, rpc: Rpc, manifest: Manifest, maddrs: Sequence[str], *, is_entry: bool) -> None:
+    def __init__(
+        self,
+        daemon: Daemon,
+        rpc: Rpc,
+        manifest: Manifest,
+        maddrs: Sequence[str],
+        *,
+        is_entry: bool,
+        invitation: str | None = None,
+    ) -> None:
         self.manifest = manifest
+        self._invitation = invitation
         self._daemon = daemon
         self._rpc = rpc
         self._initial_peers = tuple(maddrs)
@@ -213,7 +223,8 @@ class Watcher:
         offers += best_first([*given, *self._known_peers.of(reachable)]) or list(self._initial_peers[:1])
         if not offers:
             return None
-        return join_command(self.manifest, offers[0])
+        command = join_command(self.manifest.run_id, self.manifest.run.data, offers[0])
+        return command if self._invitation is None else f"{command} --invitation {self._invitation}"
 
 
 def _ignore(peer_id: str, error: ProtocolError) -> None:
@@ -232,6 +243,8 @@ class NetworkOptions:
     is_entry: bool
     run_id: str | None
     timeout_s: float  # to reach any peer
+    admission: bytes = b""  # of the monitor's identity to a private run
+    to_pass_on: str | None = None  # an invitation for those who read the command to join
 
 
 async def open_watcher(options: NetworkOptions, remembered: Manifest | None, addresses: Sequence[str] = ()) -> Watcher:
@@ -252,6 +265,7 @@ async def open_watcher(options: NetworkOptions, remembered: Manifest | None, add
     )
     try:
         rpc = Rpc(daemon.p2p, _ignore)
+        rpc.admission = options.admission
         await rpc.start()
         maddrs = list(dict.fromkeys([*options.initial_peers, *usable_peer_addresses(addresses)[:_MAX_REMEMBERED]]))
         deadline = time.monotonic() + options.timeout_s
@@ -264,7 +278,7 @@ async def open_watcher(options: NetworkOptions, remembered: Manifest | None, add
             if remembered is None:
                 raise
             manifest = remembered
-        watcher = Watcher(daemon, rpc, manifest, maddrs, is_entry=options.is_entry)
+        watcher = Watcher(daemon, rpc, manifest, maddrs, is_entry=options.is_entry, invitation=options.to_pass_on)
         await watcher.start()
     except BaseException:
         await daemon.stop()

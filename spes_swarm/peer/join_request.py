@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from spes_swarm.config.model_size import MAX_EXPERTS
 from spes_swarm.config.peer import PeerConfig, override
 from spes_swarm.config.run import RunConfig
 from spes_swarm.publishing.location import parse_location
+from spes_swarm.storage.invitations import own_invitation
 from spes_swarm.storage.run_directory import RunDirectory
 
 
@@ -81,11 +82,29 @@ def read_request(options: argparse.Namespace) -> DraftRequest:
         AddressError: an address is invalid.
     """
     flags = dict(vars(options))
-    config_path = flags.pop("config", None)
+    config_path, private = flags.pop("config", None), flags.pop("private", False)
     draft = draft_request(config_path, flags.get("initial_weights"), lambda peer: override(peer, **flags))
     check_peer(draft.peer)
     _check_effects(flags, draft.peer)
+    if private:
+        _check_private(draft.peer)
+        run = draft.file.run or {}
+        if draft.file.run is not None and run.get("admission", "open") == "open":
+            draft = replace(draft, file=replace(draft.file, run={**run, "admission": "invite"}))
     return draft
+
+
+def _check_private(peer: PeerConfig) -> None:
+    """Refuses --private if the peer does not found a run, unless its own is private."""
+    stored = RunDirectory(Path(peer.output_dir)).raw_manifest()
+    if stored is not None and stored.run.get("admission", "open") == "open":
+        raise ConfigError(
+            f"--private founds a private run, but output directory {peer.output_dir} belongs to run {stored.run_id}, "
+            "which is open: choose another --output-dir to found a private one, or leave out --private"
+        )
+    if stored is None and not founds_run(peer):
+        joining = "--initial-peers joins" if peer.initial_peers else "--from-hub resumes"
+        raise ConfigError(f"--private founds a run, but {joining} one: leave out one of them")
 
 
 def _check_effects(flags: Mapping[str, Any], peer: PeerConfig) -> None:
@@ -109,6 +128,7 @@ def _check_effects(flags: Mapping[str, Any], peer: PeerConfig) -> None:
         ("seed", (not (peer.data or "").startswith(HF_PREFIX), "is the order of token files, but --data streams")),
         ("bootstrap_timeout_s", (bool(peer.initial_peers), "is for --initial-peers, of which there are none")),
         ("initial_weights", (founds or stored is not None, f"founds a run, but {joining} one: leave out one of them")),
+        ("invitation", (not founds, "is for joining a private run, which needs --initial-peers")),
         ("data_differs", (not founds, "is for joiners: the data of a founder are those of the run")),
         ("data_differs", (has_data, "is for data other than the run's: name them with --data")),
     ):
@@ -134,7 +154,9 @@ def check_peer(peer: PeerConfig) -> None:
 
     Raises:
         ConfigError: a setting is invalid.
+        InvitationError: the invitation is damaged, or to another run.
     """
+    own_invitation(peer, RunDirectory(Path(peer.output_dir)))
     if peer.publish_to is not None:
         parse_location(peer.publish_to)
     if peer.from_hub is not None:

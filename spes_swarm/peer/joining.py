@@ -13,11 +13,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from spes_swarm.base import log
-from spes_swarm.base.address import best_first, tcp_endpoint
+from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
 from spes_swarm.base.wording import said_if_slow
 from spes_swarm.config.experts_wanted import parse_experts
-from spes_swarm.config.join_command import join_command, join_note
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
@@ -32,7 +31,7 @@ from spes_swarm.peer.local_data import held_out_batches
 from spes_swarm.peer.memory.capacity import choose_device
 from spes_swarm.peer.memory.host_memory import shared_vectors
 from spes_swarm.peer.memory.peer_plan import plan_peer
-from spes_swarm.peer.panel import PeerConsole, experts_text, interpreter, round_line
+from spes_swarm.peer.panel import PeerConsole, experts_text, round_line
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.peer.starting_point import StartingPoint
@@ -156,6 +155,7 @@ class Joining:
             data=context.data,
         )
         self.manifest = finder.find()
+        self._admission = finder.admission
         log.context.run = self.manifest.run_id
         self._run = self.manifest.run
         self._source, self._initial_peers = finder.source, finder.initial_peers
@@ -241,6 +241,8 @@ class Joining:
             initial_peers=tuple(self._initial_peers),
             upload_mbps=peer.upload_mbps,
             tokenizer=context.directory.tokenizer if self._run.tokenizer.local is not None else None,
+            admission=self._admission.shown,
+            acts=context.directory.acts,
         )
         review_reach = not (peer.client_mode or peer.assume_reachable)
         self._ask(Commands.open_run, COMMAND_TIMEOUT_S, settings=settings, review_reach=review_reach)
@@ -252,6 +254,7 @@ class Joining:
         # From here on the peer answers others, so a script that starts a swarm need not wait for its first step.
         context.metrics.write(events.Listening(run_id=self.manifest.run_id, maddrs=self._maddrs))
         context.directory.remember(self.manifest)
+        self._admission.remember()
         context.data.remember(self._local)
         if self._run.training.at_end == "stop" and self._initial_peers:
             newest = self._ask(Commands.swarm_table, None)
@@ -313,7 +316,8 @@ class Joining:
                 publishing=self._publishing(),
             )
         )
-        self._tell_how_to_join()
+        if self._maddrs:  # more threads than this peer's might not suit others
+            self._admission.tell_how_to_join(self._console, self._maddrs, one_thread=peer.num_threads == 1)
 
     def _sparse_model(self) -> SparseModel:
         """Returns the model that is trained, without its weights; all ranks build it."""
@@ -485,15 +489,6 @@ class Joining:
 
     def _remember_peers(self) -> None:
         self._context.directory.remember_peers(self._context.network.ask(Commands.peer_maddrs, COMMAND_TIMEOUT_S))
-
-    def _tell_how_to_join(self) -> None:
-        if not self._maddrs:
-            return
-        self._console.say("others join with (on this machine, each with its own --output-dir):")
-        address, one_thread = best_first(self._maddrs)[0], self._peer.num_threads == 1  # more might not suit others
-        self._console.command(join_command(self.manifest, address, interpreter(), one_thread=one_thread))
-        if (note := join_note(self._run.data)) is not None:
-            self._console.say(note)
 
     def _say_round(self) -> None:
         if not self._console.is_terminal:  # on a terminal the panel shows it

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from spes_swarm.base.address import usable_peer_addresses
-from spes_swarm.base.errors import BootstrapError, CheckpointError, ConfigError, ManifestError, UserError
+from spes_swarm.base.errors import (
+    BootstrapError,
+    CheckpointError,
+    ConfigError,
+    InvitationError,
+    ManifestError,
+    UserError,
+    os_errors_as,
+)
 from spes_swarm.base.strict import differences
 from spes_swarm.base.wording import plural
 from spes_swarm.config.manifest import Manifest, found_run
@@ -19,12 +27,14 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.data.run_tokenizer import TokenizerPlaces, founded_tokenizer, is_same_tokenizer
 from spes_swarm.model.initial_weights import load_initial_reference, with_repeated
 from spes_swarm.model.sparse_model import build_model, layout_of
+from spes_swarm.peer.admission import PeerAdmission, founding_line
 from spes_swarm.peer.initial_model import InitialModel
 from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.peer.run_data import PeerData, same_run_data
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Ask, Commands
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.publishing.source import PublicationSource, open_source
+from spes_swarm.storage.invitations import add_acts, opened, own_invitation
 from spes_swarm.storage.run_directory import RunDirectory
 
 _KNOWN_PEERS_TIMEOUT_S = 5.0
@@ -45,16 +55,28 @@ class RunFinder:
     initial_peers: list[str] = field(init=False)
     _connected: list[str] = field(default_factory=list, init=False)  # ids of those that answer
     source: PublicationSource | None = field(default=None, init=False)  # named by --from-hub
+    admission: PeerAdmission = field(init=False)  # to the run that was found
 
     def __post_init__(self) -> None:
         self.initial_peers = list(self.peer.initial_peers)
+        self._invitation = own_invitation(self.peer, self.directory)
 
     def find(self) -> Manifest:
         """Returns the verified manifest of the run that the user wants.
 
         Raises:
-            UserError: there is no such run, or it differs from what the user has asked for.
+            UserError: there is no such run, it differs from what the user has asked for, or does not admit this peer.
         """
+        manifest, invitation = self._find(), self._invitation
+        if invitation is not None:
+            opened(invitation, manifest)
+        self.admission = PeerAdmission(manifest, self.directory, self.identity, invitation)
+        if self.source is not None:
+            with os_errors_as(UserError, f"{self.directory.acts}"):
+                add_acts(self.directory.acts, self.source.publication.decoded_acts, manifest)
+        return manifest
+
+    def _find(self) -> Manifest:
         stored = self.directory.manifest()
         peer = self.peer
         if peer.from_hub is not None:
@@ -92,19 +114,28 @@ class RunFinder:
         expected = peer.run_id or (stored.run_id if stored is not None else None)
         if self.source is not None:
             expected = self.source.manifest.run_id
+        if expected is None and self._invitation is not None:
+            expected = self._invitation.run_id
         try:
-            manifest = self.ask(
-                Commands.fetch_manifest,
-                peer.bootstrap_timeout_s + 60.0,
-                peers=self._connected,
-                run_id=expected,
-                timeout_s=deadline - time.monotonic(),
-            )
+            manifest = self._ask_for_manifest(expected, deadline - time.monotonic())
         except ManifestError as exc:
             if stored is not None and peer.run_id is None:
                 raise UserError(f"{self._belongs_to(stored)}: {exc}; choose another --output-dir") from exc
             raise
         return self._expected(manifest)
+
+    def _ask_for_manifest(self, expected: str | None, timeout_s: float) -> Manifest:
+        shown = b"" if self._invitation is None else self._invitation.admit(self.identity.peer_id)
+        wait_s = COMMAND_TIMEOUT_S + max(0.0, timeout_s)
+        peers = self._connected
+        try:
+            return self.ask(
+                Commands.fetch_manifest, wait_s, peers=peers, run_id=expected, timeout_s=timeout_s, admission=shown
+            )
+        except InvitationError as exc:
+            raise InvitationError(
+                f"{exc} (the id by which this peer can be admitted: {self.identity.peer_id})"
+            ) from exc
 
     def _belongs_to(self, stored: Manifest) -> str:
         return f"output directory {self.directory.path} belongs to run {stored.run_id}"
@@ -169,7 +200,7 @@ class RunFinder:
                 self.console.say("no peer of the last session answers: this peer starts alone, and others can join it")
             return []
         with suppress(BootstrapError, ManifestError):  # whatever they answer, unless it is that the swarm has upgraded
-            self.ask(Commands.fetch_manifest, COMMAND_TIMEOUT_S, peers=self._connected, run_id=None, timeout_s=0.0)
+            self._ask_for_manifest(None, 0.0)
         return known
 
     def _found(self) -> Manifest:
@@ -183,7 +214,7 @@ class RunFinder:
         model = build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True)
         layout = layout_of(model)
         run = self._with_initial_weights(run)
-        self.console.say("founding a new run")
+        self.console.say(founding_line(run, self.peer.output_dir))
         return found_run(run, layout.digest, self.identity)
 
     def _with_initial_weights(self, run: RunConfig) -> RunConfig:

@@ -144,17 +144,21 @@ def _loading(publication: Publication, facts: CardFacts) -> str:
 
 
 def _joining(publication: Publication, facts: CardFacts) -> str:
-    text = "## Take part\n\nAnyone can, with spes_swarm and the address of one peer:\n\n```bash\n"
+    data = publication.manifest.run.data
+    who = "Anyone can, with spes_swarm and the address of one peer"
+    if publication.manifest.run.admission != "open":
+        who = "The run is private: its members can, and those whom they invite (`--invitation`)"
+    text = f"## Take part\n\n{who}:\n\n```bash\n"
     address = " ".join(facts.join_address.split()) if facts.join_address else "ADDRESS_OF_A_PEER"
     if "`" in address:
         raise UserError("the join address is not a multiaddress")
-    text += f"{join_command(publication.manifest, address)}\n```\n"
-    data = data_arguments(publication.manifest.run.data)
+    text += f"{join_command(publication.run_id, data, address)}\n```\n"
+    named = data_arguments(data)
     source = facts.repository or "PUBLICATION"
     where = "this repository" if facts.repository else "its publication, `USER/REPO` or `file:DIRECTORY`"
     return text + (
         f"\nTo continue the run when no peers are left, start from {where}:\n\n"
-        f"```bash\n{shlex.join(['python', '-m', 'spes_swarm.join', '--from-hub', source, *data])}\n```\n"
+        f"```bash\n{shlex.join(['python', '-m', 'spes_swarm.join', '--from-hub', source, *named])}\n```\n"
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from spes_swarm.base.arguments import MAX_SHARD_SIZE
 from spes_swarm.base.user_paths import new_directory
 from spes_swarm.config.round_clock import RoundClock
+from spes_swarm.protocol.admission.acts import Use
 from spes_swarm.publishing.card import CardFacts, Results, results_of_metrics, write_card
 from spes_swarm.publishing.plain import write_export
 from spes_swarm.publishing.publication import (
@@ -18,11 +19,13 @@ from spes_swarm.publishing.publication import (
     LossPoint,
     Publication,
     PublishedBlock,
+    describe_acts,
     describe_file,
     describe_run,
     merge_history,
 )
 from spes_swarm.publishing.snapshot import Snapshot
+from spes_swarm.storage.invitations import read_acts
 from spes_swarm.storage.run_directory import RunDirectory
 
 
@@ -33,6 +36,7 @@ class RunFacts:
     tokens: int | None = None  # trained on by all peers together
     peers: int | None = None  # that took part in the round
     history: Sequence[LossPoint] = ()
+    acts: Sequence[bytes] = ()  # of a private run
     card: CardFacts = field(default_factory=CardFacts)
 
 
@@ -49,10 +53,12 @@ def facts_of(
     The history continues the `published` one.
     """
     known = results or results_of_metrics(RunDirectory(output_dir).metrics, snapshot.round)
+    acts = read_acts(RunDirectory(output_dir).acts, snapshot.manifest)
     return RunFacts(
         tokens=known.tokens if known.tokens is not None else snapshot.tokens,
         peers=known.peers,
         history=merge_history(published, known.history),
+        acts=sorted(acts, key=lambda data: isinstance(acts[data], Use)),  # if not all fit, revocations do
         card=card or CardFacts(),
     )
 
@@ -83,6 +89,7 @@ def pack(snapshot: Snapshot, destination: Path, facts: RunFacts, max_shard_size:
             peers=facts.peers,
             files=[describe_file(path) for path in names],
             history=[point for point in merge_history(facts.history) if point.round <= snapshot.round],
+            acts=describe_acts(facts.acts),
         )
         write_card(directory, publication, facts.card)
         (directory / PUBLICATION_FILE).write_bytes(publication.to_bytes())

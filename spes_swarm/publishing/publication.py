@@ -7,10 +7,13 @@ reference. It is the last file of a publication to appear: once it exists, all o
 from __future__ import annotations
 
 import base64
+import binascii
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -19,6 +22,8 @@ from pydantic import Field, ValidationError, model_validator
 from spes_swarm.base.decoding import StrictModel, check_json, first_complaint
 from spes_swarm.base.errors import ManifestError, ProtocolError, PublicationError
 from spes_swarm.config.manifest import Manifest, open_manifest
+from spes_swarm.protocol.admission.acts import MAX_ACT_BYTES
+from spes_swarm.protocol.admission.membership import MAX_ACTS
 from spes_swarm.protocol.consensus.reference import whole_digest
 from spes_swarm.publishing.tensor_file import open_regular
 
@@ -31,6 +36,7 @@ MAX_FILES = 10_000
 MAX_HISTORY = 10_000
 # The largest manifest within the limits above has 160,000; 8 MiB of empty lists took 20 CPU-seconds and 4 GB.
 _MAX_ELEMENTS = 200_000
+_MAX_ACTS_CHARS = MAX_PUBLICATION_BYTES // 2
 _READ_BYTES = 1 << 20
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -39,6 +45,9 @@ _Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 # One path component, safe on every system and never hidden.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 _Base64 = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=512 * 1024)]
+
+
+_Act = Annotated[str, Field(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=4 * MAX_ACT_BYTES // 3 + 4)]
 
 
 class PublishedFile(StrictModel):
@@ -90,6 +99,7 @@ class Publication(StrictModel):
     peers: _Count | None  # that took part in the round
     files: Annotated[list[PublishedFile], Field(min_length=1, max_length=MAX_FILES)]
     history: Annotated[list[LossPoint], Field(max_length=MAX_HISTORY)] = Field(default_factory=list)
+    acts: Annotated[list[_Act], Field(max_length=MAX_ACTS)] = Field(default_factory=list)  # of a private run
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -130,8 +140,24 @@ class Publication(StrictModel):
         return manifest
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
-        return (self.model_dump_json(indent=1) + "\n").encode()
+        """The file's content; without acts it is readable by versions that do not know them."""
+        return (self.model_dump_json(indent=1, exclude=None if self.acts else {"acts"}) + "\n").encode()
+
+    @property
+    def decoded_acts(self) -> list[bytes]:
+        """The acts, not verified; those that are damaged are left out."""
+        decoded = []
+        for act in self.acts:
+            with suppress(binascii.Error):
+                decoded.append(base64.b64decode(act, validate=True))
+        return decoded
+
+
+def describe_acts(acts: Sequence[bytes]) -> list[str]:
+    """Returns acts as they are published: the first ones, as many as fit."""
+    encoded = [base64.b64encode(act).decode() for act in acts[:MAX_ACTS]]
+    sizes = accumulate(map(len, encoded))
+    return [act for act, size in zip(encoded, sizes, strict=True) if size <= _MAX_ACTS_CHARS]
 
 
 def describe_run(manifest: Manifest) -> RunDescription:

@@ -14,14 +14,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spes_swarm.base import log
-from spes_swarm.base.errors import CheckpointError, LeftEarlyError, ManifestError, UserError, os_errors_as
+from spes_swarm.base.errors import (
+    CheckpointError,
+    InvitationError,
+    LeftEarlyError,
+    ManifestError,
+    UserError,
+    os_errors_as,
+)
 from spes_swarm.base.user_paths import disk_of, existing_parent, replace_file
 from spes_swarm.config.manifest import Manifest, RawManifest, read_manifest
 
 _PEERS, _PORT, _DATA, _MANIFEST = "peers.json", "port", "data.json", "manifest.json"
 _WEIGHTS, _TOKENIZER = "initial_weights", "tokenizer.msgpack"
+_ACTS, _INVITATION = "acts.txt", "invitation"
 # What a session creates before the directory belongs to a run.
-_MADE = {".lock", "checkpoints", "identity.key", "metrics.jsonl", log.NAME, _TOKENIZER, _PORT, _WEIGHTS}
+_MADE = {".lock", "checkpoints", "identity.key", "metrics.jsonl", log.NAME, _TOKENIZER, _PORT, _WEIGHTS, _ACTS}
 _PATIENCE_S, _POLL_S = 5.0, 0.05
 _LEAST_FREE_BYTES = 32 << 10  # what a start writes before the run is known
 
@@ -128,6 +136,31 @@ class RunDirectory:
         """What a newcomer has fetched so far; removed when the download is complete."""
         return self.path / "reference.partial"
 
+    @property
+    def acts(self) -> Path:
+        """The acts of a private run; see acts_file.py."""
+        return self.path / _ACTS
+
+    @property
+    def invitations(self) -> Path:
+        """The invitations that this peer has made; see invitations.py."""
+        return self.path / "invitations.json"
+
+    def known_invitation(self) -> str | None:
+        """Returns the invitation with which this peer takes part; None if there is none."""
+        try:
+            return (self.path / _INVITATION).read_text(encoding="ascii").strip() or None
+        except (OSError, ValueError):
+            return None
+
+    def remember_invitation(self, word: str) -> None:
+        """Stores the invitation with which this peer takes part, for the next start.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        self.store(_INVITATION, word + "\n", mode=0o600)
+
     def known_peers(self) -> list[str]:
         """Returns the addresses of other peers at the last checkpoint; none if the file is missing or damaged."""
         try:
@@ -143,7 +176,7 @@ class RunDirectory:
             UserError: they cannot be written.
         """
         if maddrs:
-            self._store(_PEERS, json.dumps(maddrs))
+            self.store(_PEERS, json.dumps(maddrs))
 
     def known_port(self) -> int | None:
         """Returns the TCP port of the last session; None if the file is missing or damaged."""
@@ -159,7 +192,7 @@ class RunDirectory:
         Raises:
             UserError: it cannot be written.
         """
-        self._store(_PORT, f"{port}\n")
+        self.store(_PORT, f"{port}\n")
 
     def known_data(self) -> KnownData | None:
         """Returns the data of the last session; None in a fresh directory, and if the file is damaged."""
@@ -177,7 +210,7 @@ class RunDirectory:
         Raises:
             UserError: it cannot be written.
         """
-        self._store(_DATA, json.dumps(asdict(data)))
+        self.store(_DATA, json.dumps(asdict(data)))
 
     def knows_weights(self, model: str, files: Mapping[str, str]) -> bool:
         """Returns True if this peer founded the run from this model, and none of the files that are left has changed.
@@ -196,7 +229,7 @@ class RunDirectory:
         Raises:
             UserError: it cannot be written.
         """
-        self._store(_WEIGHTS, json.dumps({"model": model, "files": dict(files)}))
+        self.store(_WEIGHTS, json.dumps({"model": model, "files": dict(files)}))
 
     def check(self) -> None:
         """Refuses a directory that `prepare` would refuse, as far as can be checked without creating it.
@@ -218,6 +251,14 @@ class RunDirectory:
             raise UserError(f"output directory {self.path}: {self._full_disk()}")
         if self._lock.exists():
             os.close(self._take_lock(_PATIENCE_S))
+
+    def is_in_use(self) -> bool:
+        """Returns True if a session uses this directory."""
+        try:
+            os.close(self._take_lock())
+        except UserError:
+            return self._lock.exists()
+        return False
 
     @property
     def _lock(self) -> Path:
@@ -242,7 +283,8 @@ class RunDirectory:
         """Creates the directory, and locks it as `prepare` does, for the duration of a session.
 
         A session that is refused or stopped before it has joined a run leaves nothing that it has created, an
-        `identity` file in another directory included.
+        `identity` file in another directory included. If a private run refuses it, the identity stays: the peer may be
+        admitted by its id.
 
         Raises:
             UserError: as `prepare`.
@@ -253,9 +295,9 @@ class RunDirectory:
         lock = self.prepare()
         try:
             yield
-        except (UserError, LeftEarlyError):
+        except (UserError, LeftEarlyError) as exc:
             if not (self.path / _MANIFEST).exists():
-                _remove(made, created)
+                _remove([path for path in made if path != identity or not isinstance(exc, InvitationError)], created)
             raise
         finally:
             os.close(lock)
@@ -314,12 +356,12 @@ class RunDirectory:
             UserError: the manifest could not be written; an earlier one is intact.
         """
         wire = {key: value.hex() for key, value in manifest.to_wire().items()}
-        self._store(_MANIFEST, json.dumps({"run_id": manifest.run_id, **wire}))
+        self.store(_MANIFEST, json.dumps({"run_id": manifest.run_id, **wire}))
 
-    def _store(self, name: str, text: str) -> None:
+    def store(self, name: str, text: str, *, mode: int = 0o666) -> None:
         """Replaces a file atomically and durably; raises UserError if that fails, and an earlier one is intact."""
         try:
-            replace_file(self.path / name, text)
+            replace_file(self.path / name, text, mode=mode)
         except OSError as exc:
             reason = self._full_disk() if exc.errno in (errno.ENOSPC, errno.EDQUOT) else exc.strerror
             raise UserError(f"{self.path / name} cannot be written: {reason}") from exc

@@ -55,8 +55,8 @@ def test_the_command_carries_what_a_joiner_needs(
     directory = f"runs/test-{manifest.run_id.removeprefix('test-')[:8]}"
     for name in (directory, f"{directory}-2", f"{directory}-3"):  # a new one each time
         expected = f"{start} --output-dir {name}{end}"
-        assert join_command(manifest, "/ip4/192.0.2.7/tcp/1/p2p/Qm") == expected
-        on_one = join_command(manifest, "/ip4/192.0.2.7/tcp/1/p2p/Qm", one_thread=True)
+        assert join_command(manifest.run_id, data, "/ip4/192.0.2.7/tcp/1/p2p/Qm") == expected
+        on_one = join_command(manifest.run_id, data, "/ip4/192.0.2.7/tcp/1/p2p/Qm", one_thread=True)
         assert on_one == f"{start} --output-dir {name} --num-threads 1{end}"
         Path(name).mkdir(parents=True)
     assert join_note(data) == note

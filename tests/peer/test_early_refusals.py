@@ -35,7 +35,7 @@ from tests.helpers.token_files import token_writer
 pytestmark = pytest.mark.slow
 
 HEAVY = ("torch", "transformers", "hivemind")
-COMMANDS = ("join", "plan", "monitor", "publish", "export", "tokenize", "upcycle", "evaluate")
+COMMANDS = ("join", "plan", "monitor", "publish", "export", "tokenize", "upcycle", "evaluate", "invite")
 PEER = "/ip4/192.0.2.1/tcp/1/p2p/QmcGbWygcjpFFa1Tmx6LRxgVbKtWvyn5nMKmaQJ8hKAzY7"
 # Imports once what the commands import, then forks for each command and runs it as `python -m` does: each has its own
 # process, without the second that the imports take.
@@ -170,6 +170,8 @@ def test_help_and_version(tmp_path: Path, module: str, flag: str) -> None:
         ),
         (["--initial-weights", "/", "--initial-peers", PEER], "founds a run, but --initial-peers joins one"),
         (["--initial-weights", "/", "--from-hub", "you/model"], "founds a run, but --from-hub resumes one"),
+        (["--private", "--initial-peers", PEER], "--private founds a run, but --initial-peers joins one"),
+        (["--invitation", "spes1.abc", "--initial-peers", PEER], "this is not an invitation: paste the whole word"),
         (["--bootstrap-timeout", "5"], "--bootstrap-timeout is for --initial-peers, of which there are none"),
         (["--data-differs", "--data", "stdlib"], "--data-differs is for joiners"),
         (["--data-differs", "--initial-peers", PEER], "name them with --data"),

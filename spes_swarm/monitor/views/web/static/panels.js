@@ -12,6 +12,12 @@ function dataNote(data, command) {
   return ` The run trains on ${data}${command.includes(" --data ") ? ": give the path of your copy with --data" : ""}.`;
 }
 
+function admissionNote(admission, command) {
+  if (admission === "allow-list") return " The run is private: its founder has to admit you by your peer id first.";
+  if (admission !== "invite" || command.includes(" --invitation ")) return "";
+  return " The run is private: ask a member for an invitation, and add it with --invitation.";
+}
+
 export class Panels {
   constructor(store) {
     this._store = store;
@@ -69,14 +75,14 @@ export class Panels {
   }
 
   _drawJoin() {
-    const command = this._store.head.join_command;
+    const { run, join_command: command } = this._store.head;
     setHidden(byId("join-box"), command === null);
     setText(byId("join-command"), command ?? "");
     setText(
       byId("join-note"),
       command === null
         ? "No peer can be joined right now."
-        : `On any Linux machine with spes_swarm; a GPU helps but is not required.${dataNote(this._store.head.run.data, command)}`,
+        : `On any Linux machine with spes_swarm; a GPU helps but is not required.${dataNote(run.data, command)}${admissionNote(run.admission, command)}`,
     );
   }
 
