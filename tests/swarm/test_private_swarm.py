@@ -1,0 +1,112 @@
+"""A private run of real peers: who gets in, who is refused, and how somebody is out by the next round."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer
+from tests.helpers.swarm import PATIENT, Swarm, equal_digests, swarm
+
+pytestmark = pytest.mark.swarm
+
+
+def invite(peer: LocalPeer, *arguments: str) -> str:
+    """What the command prints; it may be used while the peer runs."""
+    command = [sys.executable, "-m", "spes_swarm.invite", "--output-dir", str(peer.output_dir), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
+
+
+def word_in(text: str) -> str:
+    """The invitation in a command to join."""
+    (line,) = [line for line in text.splitlines() if "--invitation" in line]
+    words = shlex.split(line)
+    return words[words.index("--invitation") + 1]
+
+
+def refused(peer: LocalPeer) -> str:
+    """The one line that a peer ends with."""
+    assert peer.wait() == 2
+    (line,) = [line for line in peer.text().splitlines() if line.startswith("join: ")]
+    assert "Traceback" not in peer.text()
+    return line
+
+
+def joint_round(peers: list[LocalPeer], after: int) -> int:
+    """The first round after this one that exactly these peers have committed."""
+    count = len(peers)
+    for peer in peers:
+        peer.wait_for("round", lambda event: event["round"] > after and event["peers"] == count)
+    number = max(min(n for n, round_ in p.rounds().items() if n > after and round_["peers"] == count) for p in peers)
+    for peer in peers:
+        peer.wait_for_round(number)
+    equal_digests(peers, number)
+    return number
+
+
+def test_a_delegate_invites_while_the_founder_is_away_and_takes_it_back(tmp_path: Path) -> None:
+    with swarm(tmp_path, round=PATIENT) as running:
+        founder = running.found("--private", "--wait-for-peers", 3)
+        assert "founding a private run" in founder.wait_for_text("founding[^\n]*")[0]
+        friend_word = word_in(founder.wait_for_text("others join with.*--invitation \\S+")[0])
+        stranger = refused(running.join(name="stranger"))
+        assert re.search(r"this run is private: ask one of its members for an invitation.*--invitation", stranger)
+        friend = running.join("--invitation", friend_word, "--wait-for-peers", 3, name="friend")
+        dora_word = word_in(invite(founder, "--for", "dora", "--delegate"))
+        dora = running.join("--invitation", dora_word, "--wait-for-peers", 3, name="dora")
+        joint_round([founder, friend, dora], 0)
+
+        assert founder.terminate() == 0
+        eve_word = word_in(invite(dora, "--for", "eve", "--experts", "1"))
+        eve = running.join("--invitation", eve_word, name="eve", via=dora)
+        together = joint_round([friend, dora, eve], max(dora.rounds()))
+        assert len(eve.rounds()[together]["experts_held"]) == 1
+        thief = refused(running.join("--invitation", eve_word, name="thief", via=friend))
+        assert "the invitation has been used by others already" in thief
+
+        assert "the running peer passes it on now" in invite(dora, "--revoke", "eve")
+        assert "the invitation has been revoked" in refused(eve)
+        last = max(eve.rounds())
+        assert last >= together
+        alone = joint_round([friend, dora], last)
+        for peer in (friend, dora):
+            peer.wait_for_round(alone + 2)
+            assert {round_["peers"] for number, round_ in peer.rounds().items() if number > alone} == {2}
+        assert "revoked" in refused(running.join("--invitation", eve_word, name="eve", via=friend))
+
+        # Whoever was away learns of it with its first call, and keeps it.
+        founder = running.join(name="peer0", via=friend)
+        joint_round([founder, friend, dora], max(friend.rounds()))
+        assert "revoked" in invite(founder, "--list")
+
+
+def test_the_one_line_of_a_refusal_is_all_that_a_stranger_gets(tmp_path: Path) -> None:
+    """In a run that only members see. What it is told by whom it calls is measured in tests/network/test_door.py."""
+    with swarm(tmp_path, admission="allow-list", visible="members") as running:
+        founder = running.found()
+        founder.wait_for_round(1)
+        watch = [sys.executable, "-m", "spes_swarm.monitor", "--initial-peers", founder.address(), "--once"]
+        looked = subprocess.run(watch, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert looked.returncode == 2
+        assert "this run is private" in looked.stderr
+        assert looked.stderr.count("\n") == 1
+        line = refused(running.join(name="guest"))
+        found = re.search(r"this run is private: ask its founder to allow (\w+)", line)
+        assert found is not None, line
+        invite(founder, "--peer", found[1])
+        guest = _until_admitted(running)
+        joint_round([founder, guest], max(founder.rounds()))
+
+
+def _until_admitted(running: Swarm) -> LocalPeer:
+    """The guest once more; the founder reads its file within a second."""
+    while True:
+        guest = running.join(name="guest")
+        if guest.wait_for_text("private|experts|round")[0] != "private":
+            return guest
+        guest.wait()
