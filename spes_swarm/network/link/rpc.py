@@ -20,7 +20,7 @@ from hivemind.proto import averaging_pb2
 
 from spes_swarm.base.decoding import MAX_MESSAGE_BYTES, unpack
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link.wire import FaultSink
+from spes_swarm.network.link.wire import FaultSink, Slots
 from spes_swarm.protocol.version import with_version, without_version
 
 _LOGGER = logging.getLogger(__name__)
@@ -92,8 +92,13 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         self._handlers: dict[str, Handler] = {}
         self._unanswered: Counter[str] = Counter()
         self._heard_at: dict[str, float] = {}
-        self._num_calls: Counter[str] = Counter()
-        self._num_of_strangers = 0  # calls
+        self._slots = Slots(
+            "calls at a time",
+            per_peer=MAX_CALLS_PER_PEER,
+            per_stranger=MAX_CALLS_PER_STRANGER,
+            of_strangers=MAX_CALLS_OF_STRANGERS,
+            most=math.inf,
+        )
 
     async def start(self) -> None:
         """Registers the service with the P2P daemon."""
@@ -188,29 +193,18 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
     async def rpc_call(self, request: averaging_pb2.DownloadData, context: P2PContext) -> averaging_pb2.DownloadData:
         """Serves one call."""
         peer_id = str(context.remote_id)
-        is_stranger = not self.is_member(peer_id)
-        most = MAX_CALLS_PER_STRANGER if is_stranger else MAX_CALLS_PER_PEER
-        self._num_calls[peer_id] += 1
-        self._num_of_strangers += is_stranger
         try:
-            full = is_stranger and self._num_of_strangers > MAX_CALLS_OF_STRANGERS
-            if full or self._num_calls[peer_id] > most:
-                raise ProtocolError("busy", "too many calls at a time")
-            message = without_version(unpack(request.metadata, MAX_REQUEST_BYTES), "the caller")
-            if not isinstance(message.get("arguments"), dict):
-                raise ProtocolError("malformed", "a call is a map of method and arguments")
-            answer = await self._answer(peer_id, message)
+            with self._slots.take(peer_id, is_member=self.is_member(peer_id)):
+                message = without_version(unpack(request.metadata, MAX_REQUEST_BYTES), "the caller")
+                if not isinstance(message.get("arguments"), dict):
+                    raise ProtocolError("malformed", "a call is a map of method and arguments")
+                answer = await self._answer(peer_id, message)
         except ProtocolError as exc:
             self.on_fault(peer_id, exc)
             answer = {"error": str(exc)}
         except Exception:
             _LOGGER.exception("a call of %s failed", peer_id)
             raise  # hivemind answers
-        finally:
-            self._num_of_strangers -= is_stranger
-            self._num_calls[peer_id] -= 1
-            if not self._num_calls[peer_id]:
-                del self._num_calls[peer_id]
         return averaging_pb2.DownloadData(metadata=msgpack.packb(with_version(answer), use_bin_type=True))
 
     async def _answer(self, peer_id: str, message: dict[str, Any]) -> dict[str, Any]:

@@ -228,10 +228,13 @@ async def open_channel(p2p: P2P, peer_id: str, name: str, timeout_s: float) -> A
         channel.close()
 
 
-class _Slots:
-    """The open streams of one kind. A stream counts as what its peer was when it was opened."""
+class Slots:
+    """What peers hold at a time, such as streams. A slot counts as what its peer was when it was taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, *, per_peer: int, per_stranger: int, of_strangers: int, most: float) -> None:
+        self._name = name
+        self._per_peer, self._per_stranger = per_peer, per_stranger
+        self._of_strangers, self._most = of_strangers, most
         self._num_open: Counter[str] = Counter()
         self._num_of_strangers = 0
 
@@ -242,10 +245,9 @@ class _Slots:
         Raises:
             ProtocolError: (`busy`) this peer, strangers together or all peers together have no slot left.
         """
-        own = MAX_STREAMS_PER_PEER if is_member else MAX_STREAMS_PER_STRANGER
-        full = self._num_open.total() >= MAX_STREAMS or self._num_open[peer_id] >= own
-        if full or (not is_member and self._num_of_strangers >= MAX_STREAMS_OF_STRANGERS):
-            raise ProtocolError("busy", "too many open streams")
+        full = self._num_open.total() >= self._most or (not is_member and self._num_of_strangers >= self._of_strangers)
+        if full or self._num_open[peer_id] >= (self._per_peer if is_member else self._per_stranger):
+            raise ProtocolError("busy", f"too many {self._name}")
         self._num_open[peer_id] += 1
         self._num_of_strangers += not is_member
         try:
@@ -265,7 +267,13 @@ async def serve_channel(
     Peers without a slot (`busy`) or a right (`stranger`) get the error alone. After the handler has returned, the
     stream stays open until the other side closes it.
     """
-    slots = _Slots()
+    slots = Slots(
+        "open streams",
+        per_peer=MAX_STREAMS_PER_PEER,
+        per_stranger=MAX_STREAMS_PER_STRANGER,
+        of_strangers=MAX_STREAMS_OF_STRANGERS,
+        most=MAX_STREAMS,
+    )
 
     async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(str(info.peer_id), reader, writer, timeout_s, name, str(info.addr))
