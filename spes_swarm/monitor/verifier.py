@@ -12,7 +12,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.monitor.state import RefusalKind
-from spes_swarm.network.link.dht_records import MAX_LIFETIME_S, RunRecordValidator, record_key
+from spes_swarm.network.link.dht_records import MAX_LIFETIME_S, RunRecordValidator, Vet, accept, record_key
 from spes_swarm.protocol.members.records import Record
 
 # The displayed kind of a refused record, by the validator's reason.
@@ -42,9 +42,12 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
     `longest_s` tells how far ahead records of each kind may expire; honest ones stay below it.
     """
 
-    def __init__(self, run_id: str, now: Callable[[], float], longest_s: Mapping[str, float]) -> None:
+    def __init__(
+        self, run_id: str, now: Callable[[], float], longest_s: Mapping[str, float], vet: Vet = accept
+    ) -> None:
         self._run_id = run_id
         self._now = now
+        self._vet = vet
         self._longest_s = {
             DHTID.generate(source=record_key(run_id, kind)).to_bytes(): seconds for kind, seconds in longest_s.items()
         }
@@ -57,14 +60,23 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
 
     def validate(self, record: DHTRecord) -> bool:
         """Returns True if a record is valid; hivemind calls it for every record from other nodes."""
-        return not isinstance(self._verdict(record), str)
+        return self._admitted(record) is not None
 
     def open(self, kind: str, owner: object, sealed: object, expires: float) -> Record | None:
         """The message of a record as hivemind returns it; None if the record is refused."""
         pack = DHTProtocol.serializer.dumps
         key = DHTID.generate(source=record_key(self._run_id, kind)).to_bytes()
-        verdict = self._verdict(DHTRecord(key, pack(owner), pack(sealed), expires))
-        return None if isinstance(verdict, str) else verdict[1]
+        return self._admitted(DHTRecord(key, pack(owner), pack(sealed), expires))
+
+    def _admitted(self, record: DHTRecord) -> Record | None:
+        verdict = self._verdict(record)
+        if isinstance(verdict, str):
+            return None
+        try:  # each time, since a writer may be admitted later, or revoked
+            self._vet(*verdict)
+        except ProtocolError:
+            return None
+        return verdict[1]
 
     def forget(self) -> None:
         """Drops the verdicts on records that have not arrived since the last call; to be called after each refresh."""

@@ -86,7 +86,9 @@ class Watcher:
                 "leases": round_config.lease_s + _CLOCK_SLACK_S,
                 "rounds": round_config.lease_s + _CLOCK_SLACK_S,
             },
+            self._dht.door.vet_record,
         )
+        self._dht.door.tell = lambda: self.live
         self._known_peers = KnownPeers(maddrs)
         self._initial_ids = set(map(peer_id_of, maddrs))
         self._met: OrderedDict[str, None] = OrderedDict.fromkeys(map(peer_id_of, maddrs))

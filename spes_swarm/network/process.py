@@ -25,12 +25,12 @@ from pathlib import Path
 from spes_swarm.base import log
 from spes_swarm.base.errors import NetworkProcessError, ProtocolError, SwarmError
 from spes_swarm.base.lifetime import die_with_parent
+from spes_swarm.config.admission import check_admission
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.metrics import events
 from spes_swarm.network.diagnosis import stream_lines, task_lines
 from spes_swarm.network.link.connectivity import Connectivity
 from spes_swarm.network.link.daemon import Daemon, bootstrap, remove_stale_sockets
-from spes_swarm.network.link.door import check_admission
 from spes_swarm.network.link.manifest_query import ask_for_manifest, ask_for_tokenizer
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import report_loop_errors

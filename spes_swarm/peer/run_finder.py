@@ -21,6 +21,7 @@ from spes_swarm.base.errors import (
 )
 from spes_swarm.base.strict import differences
 from spes_swarm.base.wording import plural
+from spes_swarm.config.admission import check_admission
 from spes_swarm.config.manifest import Manifest, found_run
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
@@ -69,8 +70,11 @@ class RunFinder:
         """
         manifest, invitation = self._find(), self._invitation
         if invitation is not None:
-            opened(invitation, manifest)
+            terms = opened(invitation, manifest).terms
+            if self.peer.publish_to is not None and not terms.may_publish:
+                raise InvitationError("the invitation does not include the right to publish: leave out --publish-to")
         self.admission = PeerAdmission(manifest, self.directory, self.identity, invitation)
+        check_admission(manifest, self.identity.peer_id, self.admission.shown, time.time())
         if self.source is not None:
             with os_errors_as(UserError, f"{self.directory.acts}"):
                 add_acts(self.directory.acts, self.source.publication.decoded_acts, manifest)

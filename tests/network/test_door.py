@@ -14,8 +14,9 @@ import msgpack
 import pytest
 
 from spes_swarm.base.errors import InvitationError, ProtocolError
+from spes_swarm.config.admission import check_admission
 from spes_swarm.config.manifest import Manifest, found_run
-from spes_swarm.network.link.door import VISIBLE, Door, check_admission
+from spes_swarm.network.link.door import VISIBLE, Door
 from spes_swarm.network.link.rpc import RefusedError
 from spes_swarm.protocol.admission import acts
 from spes_swarm.protocol.admission.grants import Chain, Grant, Invitation, extend, new_key

@@ -465,3 +465,17 @@ def test_the_common_lineage_is_that_of_most_members() -> None:
     # A member that claims the same newest commit with another past does not rewrite it.
     liar = member("x", layout, **having(Lineage({1: b"c" * 8, 3: b"a" * 8})))
     assert common_lineage([*members, liar]) == one
+
+
+def test_a_member_weighs_no_more_than_its_invitation_allows() -> None:
+    layout = small_layout()
+    experts = {"held": [0], "routed": [300]}
+    limited = replace(member("limited", layout, tokens=1000, held=[0, 1], routed=[900, 50]), most_weight=0.1)
+    others = [member(name, layout, tokens=300, **experts) for name in ("b", "c")]
+    plan = plan_of(layout, limited, *others)
+    place = 2  # by name
+    for block in (0, 1):
+        weights = {i: contribution.weight for i, contribution in contributors(plan, block).items()}
+        assert weights[place] / sum(weights.values()) == pytest.approx(0.1)
+        assert weights[0] == weights[1]
+    assert contributors(plan, 2)[place].weight > 0  # of an expert that nobody else trains, it is the only teacher

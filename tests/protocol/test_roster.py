@@ -403,3 +403,14 @@ def test_nobody_misses_a_peer_that_has_never_answered() -> None:
     assert roster.absent({"a"}) == {"b"}
     roster.standing.note_answer("silent")
     assert roster.absent({"a"}) == {"b", "silent"}
+
+
+def test_who_may_not_take_part_is_not_present_even_if_others_have_just_worked_with_it() -> None:
+    roster = Roster("me")
+    records = {name: progress(expires=10.0) for name in ("friend", "revoked")}
+    roster.update(records)
+    roster.vouch(["friend", "revoked"], for_s=1000.0)
+    assert [view.peer_id for view in roster.present()] == ["friend", "revoked"]
+    roster.admits = lambda peer_id: peer_id != "revoked"
+    assert [view.peer_id for view in roster.present()] == ["friend"]
+    assert [view.peer_id for view in roster.training()] == ["friend"]

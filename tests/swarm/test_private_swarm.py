@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hivemind.dht import DHTNode
 
 from scripts.testing.local_peer import PATIENCE_S, LocalPeer
+from spes_swarm.base.address import peer_id_of
+from spes_swarm.network.link.dht_records import Records
+from spes_swarm.network.link.rpc import RefusedError
+from spes_swarm.network.link.wire import STREAM_ERRORS, open_channel
+from spes_swarm.protocol.admission.grants import read_invitation
+from spes_swarm.protocol.members.records import Progress
+from spes_swarm.protocol.rounds.frames import FrameKind
+from tests.helpers.hostile_peer import joined
+from tests.helpers.records import lease, progress
+from tests.helpers.rounds import identity
 from tests.helpers.swarm import PATIENT, Swarm, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
@@ -83,6 +97,43 @@ def test_a_delegate_invites_while_the_founder_is_away_and_takes_it_back(tmp_path
         founder = running.join(name="peer0", via=friend)
         joint_round([founder, friend, dora], max(friend.rounds()))
         assert "revoked" in invite(founder, "--list")
+
+
+def test_a_stranger_gets_nothing_from_the_members_and_counts_for_nothing(tmp_path: Path) -> None:
+    """It knows the manifest, as the run is visible to all, and one admission: that of a member."""
+    with swarm(tmp_path, round=PATIENT) as running:
+        founder = running.found("--private", "--wait-for-peers", 2)
+        word = word_in(founder.wait_for_text("others join with.*--invitation \\S+")[0])
+        friend = running.join("--invitation", word, "--wait-for-peers", 2, name="friend")
+        joint_round([founder, friend], 0)
+        asyncio.run(_intrude(founder.address(), read_invitation(word).admit(peer_id_of(friend.address()))))
+        number = joint_round([founder, friend], max(founder.rounds()))
+        assert {round_["peers"] for n, round_ in founder.rounds().items() if n < number} == {2}
+        assert {fault["kind"] for fault in founder.events("fault")} >= {"stranger"}
+
+
+async def _intrude(maddr: str, stolen: bytes) -> None:
+    founder, own = peer_id_of(maddr), identity(3)
+    async with joined(maddr, own) as (daemon, rpc, manifest):
+        rpc.admission = stolen
+        run = {"run": manifest.run_id, "round": 1, "group": bytes(32), "offset": 0, "statement": b"", "joins": True}
+        for method in ("manifest", "table", "tokens", "gather", "call", "have", "tokenizer", "reach", "nonsense"):
+            with pytest.raises(RefusedError, match="this run is private"):
+                await rpc.call(founder, method, run, PATIENCE_S)
+        for name in ("push", "pull", "fetch", "moments"):
+            with suppress(*STREAM_ERRORS):
+                async with open_channel(daemon.p2p, founder, f"{manifest.run_id}/{name}", PATIENCE_S) as channel:
+                    frame = await channel.receive(1 << 20)
+                    assert (frame.kind, len(frame.payload) < 100) == (FrameKind.ERROR, True)
+        node = await DHTNode.create(p2p=daemon.p2p, initial_peers=[maddr], client_mode=True)
+        try:
+            records = Records(node, own, manifest.run_id, time.time)
+            expires = time.time() + 600
+            for kind, record in (("progress", progress(expires, admission=stolen)), ("leases", lease(expires))):
+                assert not await records.publish(kind, record)
+            assert set(await records.read("progress", Progress)) >= {founder}  # what a monitor sees
+        finally:
+            await node.shutdown()
 
 
 def test_the_one_line_of_a_refusal_is_all_that_a_stranger_gets(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ Vet = Callable[[str, Record], None]
 """Raises ProtocolError if the writer of a record may not take part in the run."""
 
 
-def _accept(writer: str, record: Record) -> None:
+def accept(writer: str, record: Record) -> None:
+    """Accepts all writers, as in an open run."""
     del writer, record
 
 
@@ -95,7 +96,7 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
         run_id: str,
         now: Callable[[], float],
         is_known: Callable[[str], bool] = everybody,
-        vet: Vet = _accept,
+        vet: Vet = accept,
     ) -> None:
         self._run_id = run_id
         self._now = now
@@ -175,7 +176,7 @@ class Records:
         run_id: str,
         now: Callable[[], float],
         is_known: Callable[[str], bool] = everybody,
-        vet: Vet = _accept,
+        vet: Vet = accept,
     ) -> None:
         self._node = node
         self._vet = vet

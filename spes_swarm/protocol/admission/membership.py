@@ -112,6 +112,7 @@ class Membership:
         if self.policy == "allow-list":
             raise ProtocolError("admission", "this run admits peers by their ids only")
         if act_id(admission) in self._chains.get(peer_id, {}):
+            self._chains.move_to_end(peer_id)
             return
         chain = open_admission(admission, peer_id, self._run_id, self._founder_key)
         if any(grant.uses is not None for grant in chain.grants):
