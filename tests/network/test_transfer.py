@@ -366,6 +366,7 @@ def test_a_stranger_and_its_address_may_fetch_the_reference_a_few_times(
 ) -> None:
     monkeypatch.setattr(transfer_module, "_PER_STRANGER", 2)
     monkeypatch.setattr(transfer_module, "_PER_HOST", 3)
+    monkeypatch.setattr(transfer_module, "_LEAST_BYTES", 0)
     members: set[str] = set()
     guests = Guests(admits=lambda peer_id: True, is_member=members.__contains__)
 
