@@ -39,6 +39,7 @@ from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Contribution, Form, Part
 from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
+from tests.helpers.hosts import MEMBERS
 from tests.helpers.run_settings import settings_without_trainer
 
 # frames: every contribution and result is wrong in another way; bytes: streams carry no valid frame; silent: nothing is
@@ -217,7 +218,7 @@ async def membership(
         listener = _Listener(directory)
         services = RunServices(listener, daemon, rpc, identity, settings)
         limits = ExchangeLimits.of(run.round)
-        exchange = make_exchange(daemon.p2p, rpc, manifest.run_id, limits, listener.on_fault)
+        exchange = make_exchange(daemon.p2p, rpc, manifest.run_id, limits, listener.on_fault, MEMBERS)
         services._exchange = services._rounds.exchange = exchange
         await services.start()
         await services.download(if_newer=False)
