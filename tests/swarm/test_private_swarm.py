@@ -8,7 +8,8 @@ import shlex
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,12 @@ from hivemind.dht import DHTNode
 
 from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.base.address import peer_id_of
+from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.dht_records import Records
 from spes_swarm.network.link.rpc import RefusedError
 from spes_swarm.network.link.wire import STREAM_ERRORS, open_channel
 from spes_swarm.protocol.admission.grants import read_invitation
-from spes_swarm.protocol.members.records import Progress
+from spes_swarm.protocol.members.records import Lease, Progress
 from spes_swarm.protocol.rounds.frames import FrameKind
 from tests.helpers.hostile_peer import joined
 from tests.helpers.records import lease, progress
@@ -125,15 +127,26 @@ async def _intrude(maddr: str, stolen: bytes) -> None:
                 async with open_channel(daemon.p2p, founder, f"{manifest.run_id}/{name}", PATIENCE_S) as channel:
                     frame = await channel.receive(1 << 20)
                     assert (frame.kind, len(frame.payload) < 100) == (FrameKind.ERROR, True)
-        node = await DHTNode.create(p2p=daemon.p2p, initial_peers=[maddr], client_mode=True)
-        try:
-            records = Records(node, own, manifest.run_id, time.time)
-            expires = time.time() + 600
+        expires = time.time() + 600
+        async with node_of(daemon, maddr) as node:
+            records = Records(node, own, manifest.run_id, time.time)  # stored in this very node, at least
             for kind, record in (("progress", progress(expires, admission=stolen)), ("leases", lease(expires))):
-                assert not await records.publish(kind, record)
-            assert set(await records.read("progress", Progress)) >= {founder}  # what a monitor sees
-        finally:
-            await node.shutdown()
+                await records.publish(kind, record)
+    async with joined(maddr, identity(4)) as (daemon, _, manifest), node_of(daemon, maddr) as node:
+        records = Records(node, identity(4), manifest.run_id, time.time)
+        seen = await records.read("progress", Progress) | await records.read("leases", Lease)
+        assert founder in seen
+        assert own.peer_id not in seen
+
+
+@asynccontextmanager
+async def node_of(daemon: Daemon, maddr: str) -> AsyncIterator[DHTNode]:
+    """A DHT node that asks those of the run."""
+    node = await DHTNode.create(p2p=daemon.p2p, initial_peers=[maddr], client_mode=True)
+    try:
+        yield node
+    finally:
+        await node.shutdown()
 
 
 def test_the_one_line_of_a_refusal_is_all_that_a_stranger_gets(tmp_path: Path) -> None:

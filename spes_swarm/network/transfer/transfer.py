@@ -45,7 +45,6 @@ _BLOCKS_PER_STREAM = 4
 # into that of an address, which many peers of a laboratory or behind a relay may share. Beyond it, newcomers turn to
 # other donors; once their work is in a commit, they are members. These fall behind now and then.
 _PER_STRANGER, _PER_HOST, _PER_MEMBER = 4, 16, 16
-_LEAST_BYTES = 64 << 20  # models of experiments are so small that any number of peers on one machine may fetch them
 _REFILL_S = 3600.0
 # A smaller reference counts as this large: a slow newcomer may fall behind quick rounds, and fetch it again and again.
 _LEAST_BYTES = 16 << 20
@@ -107,8 +106,7 @@ class Transfer:
         self._limit = TransferLimit(self.upload_mbps)
         total_bytes = max(EXACT.num_bytes(self.reference.layout.num_elements), _LEAST_BYTES)
         self._of_strangers, self._of_hosts, self._of_members = (
-            Budgets(max(times * total_bytes, _LEAST_BYTES), _REFILL_S)
-            for times in (_PER_STRANGER, _PER_HOST, _PER_MEMBER)
+            Budgets(times * total_bytes, _REFILL_S) for times in (_PER_STRANGER, _PER_HOST, _PER_MEMBER)
         )
         self._copies = Copies(self.reference)
         self._copying: set[asyncio.Task[None]] = set()
