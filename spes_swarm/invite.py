@@ -211,7 +211,7 @@ class _Office:
             if whom == self._manifest.founder:
                 raise InvitationError("the founder cannot be excluded from its run")
             when = self._publish(revoke(signer, own, run_id, Target(peer=whom, at=now)))
-            yield f"excluded {whom}; {when}"
+            yield f"excluded {whom}{'' if own is None else ', if this peer has invited it'}; {when}"
             return
         found = self._grants(whom)
         before = [chain.ids[: chain.ids.index(one)] for one, chain in found.items()]

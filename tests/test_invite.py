@@ -176,6 +176,8 @@ def test_a_delegate_invites_and_takes_back_its_own_only(
     assert "this peer has not invited 'Deli'" in refused(capsys, delegate, "--revoke", "Deli")
     assert GUEST.peer_id in said(capsys, delegate, "--revoke", "Gus")
     assert not membership(delegate).admits(GUEST.peer_id, NOW)
+    excluded = said(capsys, delegate, "--revoke", OTHER.peer_id)
+    assert excluded.startswith(f"excluded {OTHER.peer_id}, if this peer has invited it; ")
     text = said(capsys, founder, "--revoke", "Deli")
     assert f": {GUEST.peer_id} and all others that it has admitted; " in text
     assert not membership(founder).admits(GUEST.peer_id, NOW)

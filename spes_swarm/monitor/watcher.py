@@ -59,18 +59,9 @@ class Reading:
 class Watcher:
     """Reads the records of one run."""
 
-    def __init__(
-        self,
-        daemon: Daemon,
-        rpc: Rpc,
-        manifest: Manifest,
-        maddrs: Sequence[str],
-        *,
-        is_entry: bool,
-        invitation: str | None = None,
-    ) -> None:
+    def __init__(self, daemon: Daemon, rpc: Rpc, manifest: Manifest, maddrs: Sequence[str], *, is_entry: bool) -> None:
         self.manifest = manifest
-        self._invitation = invitation
+        self.invitation: str | None = None  # for those who read the command to join; set by the owner
         self._daemon = daemon
         self._rpc = rpc
         self._initial_peers = tuple(maddrs)
@@ -226,7 +217,7 @@ class Watcher:
         if not offers:
             return None
         command = join_command(self.manifest.run_id, self.manifest.run.data, offers[0])
-        return command if self._invitation is None else f"{command} --invitation {self._invitation}"
+        return command if self.invitation is None else f"{command} --invitation {self.invitation}"
 
 
 def _ignore(peer_id: str, error: ProtocolError) -> None:
@@ -280,7 +271,8 @@ async def open_watcher(options: NetworkOptions, remembered: Manifest | None, add
             if remembered is None:
                 raise
             manifest = remembered
-        watcher = Watcher(daemon, rpc, manifest, maddrs, is_entry=options.is_entry, invitation=options.to_pass_on)
+        watcher = Watcher(daemon, rpc, manifest, maddrs, is_entry=options.is_entry)
+        watcher.invitation = options.to_pass_on
         await watcher.start()
     except BaseException:
         await daemon.stop()

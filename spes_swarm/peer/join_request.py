@@ -85,26 +85,11 @@ def read_request(options: argparse.Namespace) -> DraftRequest:
     config_path, private = flags.pop("config", None), flags.pop("private", False)
     draft = draft_request(config_path, flags.get("initial_weights"), lambda peer: override(peer, **flags))
     check_peer(draft.peer)
-    _check_effects(flags, draft.peer)
-    if private:
-        _check_private(draft.peer)
-        run = draft.file.run or {}
-        if draft.file.run is not None and run.get("admission", "open") == "open":
-            draft = replace(draft, file=replace(draft.file, run={**run, "admission": "invite"}))
+    _check_effects(flags | {"private": True} if private else flags, draft.peer)
+    run = draft.file.run
+    if private and run is not None and run.get("admission", "open") == "open":
+        draft = replace(draft, file=replace(draft.file, run={**run, "admission": "invite"}))
     return draft
-
-
-def _check_private(peer: PeerConfig) -> None:
-    """Refuses --private if the peer does not found a run, unless its own is private."""
-    stored = RunDirectory(Path(peer.output_dir)).raw_manifest()
-    if stored is not None and stored.run.get("admission", "open") == "open":
-        raise ConfigError(
-            f"--private founds a private run, but output directory {peer.output_dir} belongs to run {stored.run_id}, "
-            "which is open: choose another --output-dir to found a private one, or leave out --private"
-        )
-    if stored is None and not founds_run(peer):
-        joining = "--initial-peers joins" if peer.initial_peers else "--from-hub resumes"
-        raise ConfigError(f"--private founds a run, but {joining} one: leave out one of them")
 
 
 def _check_effects(flags: Mapping[str, Any], peer: PeerConfig) -> None:
@@ -118,6 +103,8 @@ def _check_effects(flags: Mapping[str, Any], peer: PeerConfig) -> None:
     has_data = peer.data is not None or (known_data is not None and known_data.differs)
     listens = (not peer.client_mode, "is for a peer that accepts connections: leave out --client-mode")
     needs_publishing = (peer.publish_to is not None, "requires --publish-to")
+    is_open = stored is not None and stored.run.get("admission", "open") == "open"
+    elsewhere = "choose another --output-dir to found a private one, or leave out --private"
     joining = "--from-hub resumes" if not peer.initial_peers else "--initial-peers joins"
     for flag, (has_effect, why) in (
         ("publish_every", needs_publishing),
@@ -128,6 +115,8 @@ def _check_effects(flags: Mapping[str, Any], peer: PeerConfig) -> None:
         ("seed", (not (peer.data or "").startswith(HF_PREFIX), "is the order of token files, but --data streams")),
         ("bootstrap_timeout_s", (bool(peer.initial_peers), "is for --initial-peers, of which there are none")),
         ("initial_weights", (founds or stored is not None, f"founds a run, but {joining} one: leave out one of them")),
+        ("private", (not is_open, f"founds a private run, but {directory.path} belongs to an open one: {elsewhere}")),
+        ("private", (founds or stored is not None, f"founds a run, but {joining} one: leave out one of them")),
         ("invitation", (not founds, "is for joining a private run, which needs --initial-peers")),
         ("data_differs", (not founds, "is for joiners: the data of a founder are those of the run")),
         ("data_differs", (has_data, "is for data other than the run's: name them with --data")),

@@ -14,7 +14,6 @@ from spes_swarm.base.errors import (
     BootstrapError,
     CheckpointError,
     ConfigError,
-    InvitationError,
     ManifestError,
     UserError,
     os_errors_as,
@@ -131,15 +130,14 @@ class RunFinder:
     def _ask_for_manifest(self, expected: str | None, timeout_s: float) -> Manifest:
         shown = b"" if self._invitation is None else self._invitation.admit(self.identity.peer_id)
         wait_s = COMMAND_TIMEOUT_S + max(0.0, timeout_s)
-        peers = self._connected
-        try:
-            return self.ask(
-                Commands.fetch_manifest, wait_s, peers=peers, run_id=expected, timeout_s=timeout_s, admission=shown
-            )
-        except InvitationError as exc:
-            raise InvitationError(
-                f"{exc} (the id by which this peer can be admitted: {self.identity.peer_id})"
-            ) from exc
+        return self.ask(
+            Commands.fetch_manifest,
+            wait_s,
+            peers=self._connected,
+            run_id=expected,
+            timeout_s=timeout_s,
+            admission=shown,
+        )
 
     def _belongs_to(self, stored: Manifest) -> str:
         return f"output directory {self.directory.path} belongs to run {stored.run_id}"

@@ -138,6 +138,8 @@ def test_impossible_value_is_refused(key: str, value: Any) -> None:
     ("key", "value", "message"),
     [
         ("experts_per_peer", 5, "experts_per_peer: found 5, expected 1 to 4"),
+        ("visible", "members", "visible: found 'members', expected 'all' in an open run"),
+        ("admission", "closed", "admission: found 'closed', expected open, invite or allow-list"),
         ("training.warmup_steps", 50, "training.warmup_steps: found 50, expected fewer than total_steps (50)"),
         ("training.optimiser", "muom", "training.optimiser: found 'muom', expected adamw or muon"),
         (
@@ -228,6 +230,13 @@ def test_a_configuration_of_an_earlier_version_means_what_it_meant() -> None:
         None,
     )
     assert run.tokenizer.date == "2024-07-26"
+
+
+def test_an_open_run_is_written_as_earlier_versions_read_it() -> None:
+    keys = {"admission", "visible"}
+    assert not keys & RunConfig.from_dict({**VALUES, "admission": "open", "visible": "all"}, "f").to_dict().keys()
+    private = RunConfig.from_dict({**VALUES, "admission": "invite", "visible": "members"}, "f")
+    assert {key: private.to_dict()[key] for key in keys} == {"admission": "invite", "visible": "members"}
 
 
 def test_sections_check_themselves_wherever_they_are_made() -> None:

@@ -96,6 +96,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
         merge=MergeConfig(alpha=draw(fraction), steps=draw(st.integers(0, 99)), interval=draw(st.integers(0, 99))),
         experts_per_peer=draw(st.integers(1, num_experts)),
         evaluation=EvaluationConfig(every_rounds=draw(st.integers(0, 9))),
+        admission=draw(st.sampled_from(["open", "invite", "allow-list"])),
     )
 
 

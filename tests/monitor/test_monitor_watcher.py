@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sqlite3
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from spes_swarm.base.errors import BootstrapError, ManifestError, ProtocolError,
 from spes_swarm.monitor import watcher as watcher_module
 from spes_swarm.monitor.collector import Collector
 from spes_swarm.monitor.history import History
+from spes_swarm.monitor.history_file import read_meta
 from spes_swarm.monitor.watcher import NetworkOptions, Watcher, open_watcher
 from spes_swarm.network.link.clock import Timekeeper
 from spes_swarm.network.link.daemon import Daemon, bootstrap
@@ -280,6 +282,30 @@ async def entry_point() -> None:
                 await peer.publish()
             assert second.manifest.run_id == manifest().run_id
             assert set((await second.read_records()).progress) == {identity(0).peer_id, identity(1).peer_id}
+
+
+async def invited(path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        founder = await stack.enter_async_context(node(0))
+        as_guest = options(founder.maddr, admission=b"admission", to_pass_on="spes1.word")
+        watcher = await stack.enter_async_context(watching(as_guest))
+        assert watcher._rpc.admission == b"admission"
+        history = History(path)
+        collector = Collector(watcher, history, 0.2)
+        await founder.publish()
+        await collector.refresh()
+        history.close()
+        command = collector.source.state().join_command
+        assert command is not None
+        assert command.endswith(" --invitation spes1.word")
+        with closing(sqlite3.connect(path)) as db:
+            stored = read_meta(db, "state")
+        assert stored["peers"]
+        assert stored["join_command"] is None
+
+
+def test_an_invitation_is_shown_to_viewers_but_not_kept_in_the_history(tmp_path: Path) -> None:
+    run(invited(tmp_path / "run.sqlite"))
 
 
 def test_an_entry_point_brings_newcomers_in() -> None:

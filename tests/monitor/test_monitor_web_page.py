@@ -279,6 +279,27 @@ def test_the_command_to_join_is_copied(served: Served, visit: Visit) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("admission", "flag", "note"),
+    [
+        ("open", "", "not required."),
+        ("invite", " --invitation spes1.word", "not required."),
+        ("invite", "", "ask a member for an invitation"),
+        ("allow-list", "", "its founder has to admit you by your peer id"),
+    ],
+)
+def test_the_join_box_says_what_a_private_run_asks_for(
+    served: Served, visit: Visit, admission: str, flag: str, note: str
+) -> None:
+    run = replace(served.swarm.state().run, admission=admission, data=None)
+    page = visit.open(served)
+    served.tell(run=run, join_command=f"python -m spes_swarm.join{flag}")
+    expect(page.locator("#join-note")).to_contain_text(note)
+    # Only a private run without the word says so.
+    assert ("private" in page.locator("#join-note").inner_text()) == (note != "not required.")
+
+
+@pytest.mark.slow
 def test_another_site_can_neither_fetch_nor_frame_the_monitor(served: Served, browser: Browser) -> None:
     with Served(a_swarm()) as elsewhere:  # another port is another origin
         context = browser.new_context(bypass_csp=True)
