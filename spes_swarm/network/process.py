@@ -161,7 +161,9 @@ class NetworkProcess(ProcessCommands):
             self._identity.path, host_maddrs, announce_maddrs, client_mode=client_mode, private=private
         )
         self._watcher = asyncio.create_task(self._watch(self._daemon))
+        admission = self._rpc.admission if self._rpc is not None else b""
         self._rpc = Rpc(self._daemon.p2p, self.on_fault)
+        self._rpc.admission = admission
         self._rpc.on_silence = self._replace_connection
         await self._rpc.start()
         self._connectivity = Connectivity(

@@ -14,6 +14,7 @@ from spes_swarm.base.errors import (
     BootstrapError,
     CheckpointError,
     ConfigError,
+    InvitationError,
     ManifestError,
     UserError,
     os_errors_as,

@@ -198,7 +198,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
                 message = without_version(unpack(request.metadata, MAX_REQUEST_BYTES), "the caller")
                 if not isinstance(message.get("arguments"), dict):
                     raise ProtocolError("malformed", "a call is a map of method and arguments")
-                answer = await self._answer(peer_id, message)
+                answer = await self._respond(peer_id, message)
         except ProtocolError as exc:
             self.on_fault(peer_id, exc)
             answer = {"error": str(exc)}
@@ -207,7 +207,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             raise  # hivemind answers
         return averaging_pb2.DownloadData(metadata=msgpack.packb(with_version(answer), use_bin_type=True))
 
-    async def _answer(self, peer_id: str, message: dict[str, Any]) -> dict[str, Any]:
+    async def _respond(self, peer_id: str, message: dict[str, Any]) -> dict[str, Any]:
         refusal = await self.door.receive(peer_id, message) if self.door is not None else None
         if refusal is not None:
             return {"error": refusal, "refused": True}
