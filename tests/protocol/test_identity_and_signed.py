@@ -229,7 +229,7 @@ def test_of_another_major_version_only_the_version_is_read(data: bytes, words: s
 
 def test_the_signature_covers_the_version() -> None:
     _, *rest = msgpack.unpackb(envelope({"text": "hello", "count": 3}))
-    refused("signature", lambda: unseal(msgpack.packb([[2, 1], *rest]), "note", RUN, Note))
+    refused("signature", lambda: unseal(msgpack.packb([[2, 2], *rest]), "note", RUN, Note))
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def resume(directory: Path, location: str) -> None:
     kept, console = RunDirectory(directory), PeerConsole(quiet=True)
     peer = PeerConfig(output_dir=str(directory), from_hub=location)
     data = PeerData(peer, kept, console.say, threading.Event())
-    RunFinder(peer=peer, run=None, directory=kept, identity=GUEST, ask=no_network, console=console, data=data).find()
+    RunFinder(peer=peer, run=None, directory=kept, identity=FOUNDER, ask=no_network, console=console, data=data).find()
 
 
 def test_acts_are_published_and_read_back_unless_they_are_forged(tmp_path: Path, manifest: Manifest) -> None:
