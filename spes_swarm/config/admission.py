@@ -28,7 +28,7 @@ def check_admission(manifest: Manifest, peer_id: str, admission: bytes, now: flo
     try:
         if not admission:
             raise InvitationError(f"run {manifest.run_id} is private: {ADVICE}")
-        members.learn(peer_id, admission)
+        members.learn(peer_id, admission, now)
     except ProtocolError as exc:
         raise InvitationError(f"the invitation is not valid for run {manifest.run_id} ({exc.detail})") from exc
     if not members.admits(peer_id, now):

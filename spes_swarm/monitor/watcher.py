@@ -24,7 +24,7 @@ from spes_swarm.config.join_command import join_command
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.monitor.verifier import Verifier
 from spes_swarm.network.link.daemon import Daemon, bootstrap
-from spes_swarm.network.link.dht_records import record_key, search
+from spes_swarm.network.link.dht_records import accept, record_key, search
 from spes_swarm.network.link.known_peers import KnownPeers, checked_maddrs
 from spes_swarm.network.link.manifest_query import ask_for_manifest
 from spes_swarm.network.link.reach import ReachService
@@ -77,9 +77,10 @@ class Watcher:
                 "leases": round_config.lease_s + _CLOCK_SLACK_S,
                 "rounds": round_config.lease_s + _CLOCK_SLACK_S,
             },
-            self._dht.door.vet_record,
+            # Without an admission it gets no acts, and does not know whom they admit; nodes of the run do.
+            self._dht.door.vet_record if rpc.admission else accept,
         )
-        self._dht.door.tell = lambda: self.live
+        self._dht.door.present = lambda: self.live
         self._known_peers = KnownPeers(maddrs)
         self._initial_ids = set(map(peer_id_of, maddrs))
         self._met: OrderedDict[str, None] = OrderedDict.fromkeys(map(peer_id_of, maddrs))

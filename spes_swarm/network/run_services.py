@@ -76,7 +76,8 @@ class RunServices(RunCommands):
         rpc.admission = settings.admission
         self._dht = RunDht(daemon, rpc, settings.manifest, self._on_fault, settings.tokenizer, settings.acts)
         door = self._door = self._dht.door
-        door.tell = lambda: [view.peer_id for view in state.roster.present()]
+        door.present = lambda: [view.peer_id for view in state.roster.present()]
+        door.voices = lambda: list(filter(state.roster.standing.is_member, door.present()))
         state.roster.admits = door.admits
         rpc.on_contact = lambda peer: state.roster.standing.note_answer(peer) if door.admits(peer) else None
         rpc.is_member = state.is_member
@@ -416,7 +417,7 @@ class RunServices(RunCommands):
         announcement = asyncio.get_running_loop().call_later(_SHORT_ROUND_S, self._announcer.announce_soon)
         try:
             outcome = await self._hold_round(tokens, routed, leaving)
-            self._door.members.settle(filter(self._state.roster.standing.is_member, self._state.roster.peers))
+            self._door.members.settle({self._state.identity.peer_id, *self._door.voices()})
             self._listener.notify(self._view())  # the trainer's is from before the commit
             return outcome
         except (RoundError, TransferError) as exc:

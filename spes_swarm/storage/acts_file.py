@@ -45,8 +45,8 @@ class ActsFile:
                 acts.append(base64.b64decode(line, validate=True))
         return acts
 
-    def append(self, act: bytes) -> None:
-        """Appends an act, durably.
+    def append(self, *acts: bytes) -> None:
+        """Appends acts, durably.
 
         Raises:
             OSError: it cannot be written.
@@ -54,7 +54,7 @@ class ActsFile:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             # A line that a crash has cut off must not spoil this one.
-            os.write(descriptor, b"\n" + base64.b64encode(act) + b"\n")
+            os.write(descriptor, b"\n".join((b"", *map(base64.b64encode, acts), b"")))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

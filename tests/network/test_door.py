@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from spes_swarm.network.link.door import VISIBLE, Door
 from spes_swarm.network.link.rpc import RefusedError
 from spes_swarm.protocol.admission import acts
 from spes_swarm.protocol.admission.grants import Chain, Grant, Invitation, extend, new_key
+from spes_swarm.protocol.rounds.statement import Statement
 from spes_swarm.storage.acts_file import ActsFile
 from tests.helpers.hosts import Host, hosts, run
 from tests.helpers.lone_trainer import run_config
+from tests.helpers.meeting import statement_fields
 from tests.helpers.records import lease, progress
 from tests.helpers.rounds import identity
 
@@ -60,11 +62,11 @@ class Party:
         for number, host in enumerate(started):
             self.doors.append(Door(host.rpc, manifest, time.time, ActsFile(directory / f"acts{number}.txt")))
 
-    async def open(self, number: int, admission: bytes = b"") -> None:
+    async def open(self, number: int, admission: bytes = b"", others: Collection[str] = ()) -> None:
         host, door = self.hosts[number], self.doors[number]
         host.rpc.admission = admission
-        await door.open(host.peer_id)
-        door.tell = lambda: [other.peer_id for other in self.hosts if other is not host]
+        await door.open(host.peer_id, others)
+        door.present = door.voices = lambda: [other.peer_id for other in self.hosts if other is not host]
         for method in ("table", "ping", "manifest"):
             await host.rpc.serve(method, echo)
 
@@ -108,13 +110,14 @@ def test_who_only_watches_gets_what_is_visible(tmp_path: Path, visible: str) -> 
     async def scenario() -> None:
         async with party(2, tmp_path, visible=visible) as here:
             await here.open(0)
-            for method in ("ping", "manifest", "acts"):
-                arguments = {"known": b""} if method == "acts" else {}
+            for method in ("ping", "manifest"):
                 if visible == "all":
-                    await here.call(1, 0, method, **arguments)
+                    await here.call(1, 0, method)
                 else:
                     with pytest.raises(RefusedError):
-                        await here.call(1, 0, method, **arguments)
+                        await here.call(1, 0, method)
+            with pytest.raises(RefusedError):
+                await here.call(1, 0, "acts", known=b"")
             with pytest.raises(RefusedError):  # it says that it is going to take part
                 await here.call(1, 0, "manifest", joins=True)
 
@@ -145,7 +148,7 @@ def test_a_revocation_in_the_file_of_one_member_reaches_all_and_survives(tmp_pat
                 await here.open(number, sent.admit(here.hosts[number].peer_id) if number else b"")
             outsider = identity(7).peer_id
             for door in here.doors:
-                door.members.learn(outsider, sent.admit(outsider))
+                door.members.learn(outsider, sent.admit(outsider), time.time())
                 assert door.admits(outsider)
             await here.call(1, 0)
             await here.call(2, 1)
@@ -156,7 +159,7 @@ def test_a_revocation_in_the_file_of_one_member_reaches_all_and_survives(tmp_pat
             await until(lambda: all(len(ActsFile(tmp_path / f"acts{i}.txt").read_new()) == 1 for i in range(3)))
             again = Door(here.hosts[2].rpc, here.manifest, time.time, ActsFile(tmp_path / "acts2.txt"))
             again.read_file()
-            again.members.learn(outsider, sent.admit(outsider))
+            again.members.learn(outsider, sent.admit(outsider), time.time())
             assert not again.admits(outsider)
 
     run(scenario)
@@ -171,7 +174,7 @@ def test_a_leader_learns_of_a_revocation_from_the_call_that_depends_on_it(tmp_pa
             await here.open(0)
             await here.open(1, sent.admit(here.hosts[1].peer_id))
             outsider = identity(7).peer_id
-            here.doors[0].members.learn(outsider, sent.admit(outsider))
+            here.doors[0].members.learn(outsider, sent.admit(outsider), time.time())
             seen = []
 
             async def gather(peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +184,7 @@ def test_a_leader_learns_of_a_revocation_from_the_call_that_depends_on_it(tmp_pa
 
             await here.hosts[0].rpc.serve("gather", gather)
             await here.call(1, 0, "gather")
-            here.doors[1].tell = tuple  # nobody is told
+            here.doors[1].present = tuple  # nobody is told
             here.doors[1].members.add(here.revoke(peer=outsider))
             await here.call(1, 0, "gather")
             assert seen == [True, False]
@@ -197,12 +200,65 @@ def test_a_peer_that_is_revoked_learns_that_it_is_out(tmp_path: Path) -> None:
             await here.open(1, sent.admit(here.hosts[1].peer_id))
             await here.call(1, 0)
             here.doors[1].check_self(here.hosts[1].peer_id)
-            here.doors[0].tell = tuple
+            here.doors[0].present = tuple
             here.doors[0].members.add(here.revoke(peer=here.hosts[1].peer_id))
             with pytest.raises(RefusedError):
                 await here.call(1, 0)
             with pytest.raises(InvitationError, match="most members refuse this peer: the invitation has been revoked"):
                 here.doors[1].check_self(here.hosts[1].peer_id)
+            here.doors[1].voices = tuple  # only those count whose work is in its commits
+            here.doors[1].check_self(here.hosts[1].peer_id)
+
+    run(scenario)
+
+
+def test_nobody_talks_a_founder_out_of_its_run(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with party(2, tmp_path) as here:
+            _, sent = invitation(here.manifest.run_id)
+            await here.open(0)
+            await here.open(1, sent.admit(here.hosts[1].peer_id))
+            await here.call(1, 0)
+
+            async def refuse(peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+                del peer_id, request
+                return {"error": "go away", "refused": True}
+
+            await here.hosts[1].rpc.serve("ping", refuse)
+            with pytest.raises(RefusedError, match="go away"):
+                await here.call(0, 1, "ping")
+            here.doors[0].check_self(FOUNDER.peer_id)
+
+    run(scenario)
+
+
+def test_a_newcomer_learns_from_those_it_is_connected_to_who_the_members_are(tmp_path: Path) -> None:
+    """The founder is away: that the two others are allowed, only they can tell."""
+
+    async def scenario() -> None:
+        async with party(3, tmp_path, admission="allow-list") as here:
+            one, two = (host.peer_id for host in here.hosts[1:])
+            for peer in (one, two):
+                chain = extend(None, FOUNDER, here.manifest.run_id, Grant(peer=peer))
+                here.doors[1].members.add(acts.allow(chain))
+            await here.open(1)
+            assert not here.doors[2].admits(one)
+            await here.open(2, others=[one])
+            assert all(here.doors[2].admits(peer) for peer in (one, two))
+
+    run(scenario)
+
+
+def test_the_admission_of_a_peer_that_answers_is_known_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with party(3, tmp_path) as here:
+            _, sent = invitation(here.manifest.run_id)
+            one, two = (host.peer_id for host in here.hosts[1:])
+            await here.open(1, sent.admit(one))
+            here.hosts[2].rpc.admission = sent.admit(two)
+            await here.call(2, 1, "manifest", joins=True)  # before it knows the founder's key
+            await here.open(2, sent.admit(two), others=[one])
+            assert here.doors[2].admits(one)
 
     run(scenario)
 
@@ -276,3 +332,18 @@ def test_an_own_invitation_is_checked_against_the_manifest() -> None:
     ):
         with pytest.raises(InvitationError, match=why):
             check_admission(run_manifest, "me", admission, now)
+
+
+def test_a_statement_shows_the_admission_that_counts() -> None:
+    door = lone_door()
+    _, sent = invitation(door.members._run_id, experts=1, weight=0.25)
+    admission = sent.admit("peer")
+    fields = {**statement_fields(), "held": [0], "routed": [1], "rms": [0.0, 0.0], "room": 1}
+    shown = Statement.model_validate({**fields, "admission": admission})
+    assert door.vet_statement("peer", shown) == 0.25
+    for other in ({"admission": b""}, {"admission": b"garbage"}):
+        with pytest.raises(ProtocolError, match="stranger"):
+            door.vet_statement("peer", Statement.model_validate({**fields, **other}))
+    with pytest.raises(ProtocolError, match="has 2 experts and may have 1"):
+        door.vet_statement("peer", shown.model_copy(update={"room": 2}))
+    assert door.vet_statement(FOUNDER.peer_id, Statement.model_validate(fields)) == 1.0

@@ -181,7 +181,7 @@ def test_a_private_run_admits_its_founder_and_those_who_are_invited() -> None:
     members = membership()
     assert members.admits(FOUNDER.peer_id, NOW)
     assert not members.admits("peer-a", NOW)
-    members.learn("peer-a", invitation().admit("peer-a"))
+    members.learn("peer-a", invitation().admit("peer-a"), NOW)
     assert members.admits("peer-a", NOW)
     assert not members.admits("peer-b", NOW)
     assert membership("open").admits("anybody", NOW)
@@ -189,17 +189,17 @@ def test_a_private_run_admits_its_founder_and_those_who_are_invited() -> None:
 
 def test_an_invitation_ends_participation_when_it_expires() -> None:
     members = membership()
-    members.learn("peer-a", invitation(expires=NOW).admit("peer-a"))
+    members.learn("peer-a", invitation(expires=NOW).admit("peer-a"), NOW)
     assert members.admits("peer-a", NOW - 1)
     assert not members.admits("peer-a", NOW)
     assert members.why_not("peer-a", NOW) == "the invitation has expired"
-    members.learn("peer-a", invitation().admit("peer-a"))  # a new one
+    members.learn("peer-a", invitation().admit("peer-a"), NOW)  # a new one
     assert members.admits("peer-a", NOW)
 
 
 def test_an_allow_list_admits_by_name_alone() -> None:
     members = membership("allow-list")
-    refused("admission", lambda: members.learn("peer-a", invitation().admit("peer-a")))
+    refused("admission", lambda: members.learn("peer-a", invitation().admit("peer-a"), NOW))
     assert members.add(acts.allow(extend(None, FOUNDER, RUN, Grant(peer="peer-a", experts=1))))
     assert members.admits("peer-a", NOW)
     terms = members.terms("peer-a", NOW)
@@ -220,34 +220,34 @@ def test_a_founder_revokes_a_peer_or_all_that_an_invitation_admitted() -> None:
     delegate = made(may_invite=True)
     below = invitation(delegate)
     for peer in ("a", "b"):
-        members.learn(peer, below.admit(peer))
-    members.learn("c", invitation().admit("c"))
+        members.learn(peer, below.admit(peer), NOW)
+    members.learn("c", invitation().admit("c"), NOW)
     assert members.add(revocation(None, peer="a"))
     assert [members.admits(peer, NOW) for peer in "abc"] == [False, True, True]
     assert members.why_not("a", NOW) == "the invitation has been revoked"
     assert members.add(revocation(None, grant=delegate[0].ids[0]))
     assert [members.admits(peer, NOW) for peer in "abc"] == [False, False, True]
-    members.learn("d", below.admit("d"))  # whoever still has the word
+    members.learn("d", below.admit("d"), NOW)  # whoever still has the word
     assert not members.admits("d", NOW)
 
 
 def test_a_delegate_revokes_only_what_follows_from_its_own_invitation() -> None:
     members = membership()
     delegate, other = made(may_invite=True), made(may_invite=True)
-    members.learn("mine", invitation(delegate).admit("mine"))
-    members.learn("theirs", invitation(other).admit("theirs"))
+    members.learn("mine", invitation(delegate).admit("mine"), NOW)
+    members.learn("theirs", invitation(other).admit("theirs"), NOW)
     for target in ({"peer": "mine"}, {"peer": "theirs"}, {"peer": FOUNDER.peer_id}, {"grant": other[0].ids[0]}):
         members.add(revocation(delegate, **target))
     members.add(revocation(delegate, grant=delegate[0].ids[0]))  # its own, which its inviter has made
     assert [members.admits(peer, NOW) for peer in ("mine", "theirs", FOUNDER.peer_id)] == [False, True, True]
-    members.learn("another", invitation(delegate).admit("another"))
+    members.learn("another", invitation(delegate).admit("another"), NOW)
     assert members.admits("another", NOW)
 
 
 def test_a_revocation_by_somebody_else_has_no_effect() -> None:
     members = membership()
     plain = made(name="may not invite")
-    members.learn("a", invitation().admit("a"))
+    members.learn("a", invitation().admit("a"), NOW)
     refused("admission", lambda: members.add(revocation(plain, peer="a")))
     refused("signature", lambda: members.add(acts.revoke(identity(1), None, RUN, acts.Target(at=NOW, peer="a"))))
     forged = acts.revoke(new_key()[0], made(may_invite=True)[0], RUN, acts.Target(at=NOW, peer="a"))
@@ -265,37 +265,41 @@ def test_peers_end_with_the_same_acts_in_whatever_order() -> None:
         members = membership()
         assert [members.add(act) for act in (*order, order[0])] == [True] * 4 + [False]
         digests.add(members.digest)
+        for peer in "ab":
+            members.learn(peer, sent.admit(peer), NOW)
         assert [members.admits(peer, NOW) for peer in "abcd"] == [True, True, False, True]
     assert len(digests) == 1
 
 
 def test_an_invitation_for_one_is_refused_to_a_second_peer() -> None:
     members, sent = membership(), invitation(name="Ada", uses=1)
-    members.learn("first", sent.admit("first"))
+    members.learn("first", sent.admit("first"), NOW)
     assert members.admits("first", NOW)
     members.settle(["first"])  # its work is in a commit
     for copy in map(str, range(20)):  # whatever their hashes
-        members.learn(copy, sent.admit(copy))
+        members.learn(copy, sent.admit(copy), NOW)
         assert not members.admits(copy, NOW)
     assert members.why_not("0", NOW) == "the invitation has been used by others already"
     assert members.admits("first", NOW)
     # It is one of a peer's own acts, so it survives a restart.
     again = membership()
-    for act in members.acts:
-        again.add(act, settled=True)
-    again.learn("0", sent.admit("0"))
+    for act in members.acts.values():
+        again.add(act)
+    again.settle()
+    for peer in ("0", "first"):  # they show theirs again
+        again.learn(peer, sent.admit(peer), NOW)
     assert (again.admits("first", NOW), again.admits("0", NOW)) == (True, False)
 
 
 def test_peers_agree_on_who_was_first_when_an_invitation_is_used_twice_at_once() -> None:
     sent = invitation(uses=1)
     here, there = membership(), membership()
-    here.learn("a", sent.admit("a"))
-    there.learn("b", sent.admit("b"))
+    here.learn("a", sent.admit("a"), NOW)
+    there.learn("b", sent.admit("b"), NOW)
     assert here.admits("a", NOW)
     assert there.admits("b", NOW)
     for members, peer in ((here, "b"), (there, "a")):
-        members.learn(peer, sent.admit(peer))
+        members.learn(peer, sent.admit(peer), NOW)
     admitted = [[members.admits(peer, NOW) for peer in "ab"] for members in (here, there)]
     assert admitted[0] == admitted[1]
     assert sum(admitted[0]) == 1
@@ -305,16 +309,95 @@ def test_the_limit_of_an_invitation_counts_those_whom_its_delegates_admit() -> N
     members = membership()
     first = made(may_invite=True, uses=2)
     for peer in "abc":
-        members.learn(peer, invitation(first).admit(peer))
+        members.learn(peer, invitation(first).admit(peer), NOW)
         members.settle([peer])
     assert [members.admits(peer, NOW) for peer in "abc"] == [True, True, False]
 
 
-def test_one_key_cannot_fill_the_memory_for_acts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_is_first_is_first_after_a_restart_too() -> None:
+    """Ada's first start failed before its first commit: the file has the uses in their order, displaced ones too."""
+    sent = invitation(uses=1)
+    live = membership()
+    file = [act for peer in "abcdef" if (act := live.learn(peer, sent.admit(peer), NOW)) is not None]
+    assert len(file) >= 2  # somebody was displaced
+    again = membership()
+    for act in file:
+        again.add(act)
+    again.settle()
+    for peer in "abcdef":
+        again.learn(peer, sent.admit(peer), NOW)
+    admitted = [[members.admits(peer, NOW) for peer in "abcdef"] for members in (live, again)]
+    assert admitted[0] == admitted[1]
+    assert sum(admitted[0]) == 1
+    assert live.digest == again.digest
+
+
+def test_nobody_takes_the_place_of_a_peer_that_was_there_at_the_start() -> None:
+    sent = invitation(uses=1)
+    members = membership()
+    members.learn("me", sent.admit("me"), NOW)
+    members.settle()
+    for copy in map(str, range(20)):
+        members.learn(copy, sent.admit(copy), NOW)
+    assert [peer for peer in ("me", *map(str, range(20))) if members.admits(peer, NOW)] == ["me"]
+
+
+def test_an_allowance_is_a_use_of_the_invitations_before_it() -> None:
+    members, (chain, key) = membership(), made(may_invite=True, uses=2)
+    for peer in "abc":
+        members.add(acts.allow(extend(chain, key, RUN, Grant(peer=peer))))
+        members.settle()
+    assert [members.admits(peer, NOW) for peer in "abc"] == [True, True, False]
+
+
+def test_an_excluded_peer_has_used_its_invitation() -> None:
+    members, sent = membership(), invitation(uses=1)
+    members.learn("ada", sent.admit("ada"), NOW)
+    members.settle()
+    members.add(revocation(None, peer="ada"))
+    members.learn("again", sent.admit("again"), NOW)
+    assert not members.admits("ada", NOW)
+    assert not members.admits("again", NOW)
+
+
+def test_a_statement_counts_with_the_admission_that_it_shows() -> None:
+    members = membership()
+    light, heavy = invitation(weight=0.1).admit("a"), invitation(weight=0.5).admit("a")
+    for admission in (light, heavy):
+        members.learn("a", admission, NOW)
+    shown = [members.terms("a", NOW, shown=admission) for admission in (light, heavy, b"", b"garbage")]
+    assert [terms.weight if terms else None for terms in shown] == [0.1, 0.5, None, None]
+    assert members.admits("a", NOW)
+    members.add(acts.allow(extend(None, FOUNDER, RUN, Grant(peer="b"))))
+    assert members.terms("b", NOW, shown=b"") is not None
+
+
+def test_nobody_fills_the_memory_for_acts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spes_swarm.protocol.admission.membership._MAX_ACTS_PER_GRANT", 3)
     members, delegate = membership(), made(may_invite=True)
-    assert [members.add(revocation(delegate, peer=str(i))) for i in range(5)] == [True] * 3 + [False] * 2
-    assert members.add(revocation(None, peer="x"))
+    below = [made(delegate, may_invite=True) for _ in range(5)]  # its own, however many
+    assert [members.add(revocation(one, peer=str(i))) for i, one in enumerate(below)] == [True] * 3 + [False] * 2
+    monkeypatch.setattr("spes_swarm.protocol.admission.membership.MAX_ACTS", 4)
+    others = [made(may_invite=True) for _ in range(3)]
+    assert [members.add(revocation(one, peer="x")) for one in others] == [True, False, False]
+    assert members.add(revocation(None, peer="x"))  # there is room for the founder
+    refused("admission", lambda: members.add(acts.use("a", invitation().admit("a"))))  # nobody needs to know of it
+
+
+def test_the_uses_of_an_invitation_that_is_taken_back_need_no_memory() -> None:
+    grant = made(uses=3)
+    sent = Invitation(RUN, grant[0].wire, grant[1])
+    uses = [acts.use(peer, sent.admit(peer)) for peer in "abc"]
+    taken_back = revocation(None, grant=grant[0].ids[0])
+    digests = set()
+    for order in permutations([*uses, taken_back]):
+        members = membership()
+        for act in order:
+            members.add(act)
+        assert list(members.acts.values()) == [taken_back]
+        assert members.learn("d", sent.admit("d"), NOW) is None
+        digests.add(members.digest)
+    assert len(digests) == 1
 
 
 def test_one_act_has_one_encoding() -> None:

@@ -480,3 +480,30 @@ def test_a_member_weighs_no_more_than_its_invitation_allows() -> None:
         assert weights[place] / sum(weights.values()) == pytest.approx(0.1)
         assert weights[0] == weights[1]
     assert contributors(plan, 2)[place].weight > 0  # of an expert that nobody else trains, it is the only teacher
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "expected"),
+    [
+        ((100, 100, 100, 100), (1.0, 0.1, 0.1, 0.1), (0.7, 0.1, 0.1, 0.1)),
+        ((10, 640, 640, 640), (1.0, 0.3, 0.3, 0.3), (0.1, 0.3, 0.3, 0.3)),
+        ((100, 100, 10, 100), (1.0, 0.1, 0.1, 1.0), None),  # the third is within its limit
+        ((100, 100, 100, 100), (0.1, 0.1, 0.2, 0.2), (1 / 6, 1 / 6, 1 / 3, 1 / 3)),  # nobody is unlimited
+    ],
+)
+def test_limits_hold_together(
+    tokens: tuple[int, ...], most: tuple[float, ...], expected: tuple[float, ...] | None
+) -> None:
+    layout = small_layout()
+    members = [
+        replace(member(name, layout, tokens=count), most_weight=share)
+        for name, count, share in zip("abcd", tokens, most, strict=True)
+    ]
+    weights = [contribution.weight for _, contribution in sorted(contributors(plan_of(layout, *members), 0).items())]
+    shares = [weight / sum(weights) for weight in weights]
+    if expected is not None:
+        assert shares == pytest.approx(list(expected), rel=0.02)
+    else:
+        assert shares[1] == pytest.approx(0.1)
+        assert shares[2] < 0.1
+        assert shares[0] == pytest.approx(shares[3])

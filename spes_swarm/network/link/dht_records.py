@@ -103,6 +103,7 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
         self._is_known = is_known
         self._vet = vet
         self._strangers: dict[str, float] = {}  # writers of records that may be stored, until when
+        self._pruned_at = -math.inf  # swarm time
         self._kinds = {DHTID.generate(source=record_key(run_id, kind)).to_bytes(): kind for kind in SCHEMAS}
 
     def validate(self, record: DHTRecord) -> bool:
@@ -146,8 +147,9 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
         return writer, message
 
     def _has_room(self, stranger: str) -> bool:
-        if stranger not in self._strangers and len(self._strangers) >= MAX_STRANGERS:
-            now = self._now()
+        now = self._now()
+        if stranger not in self._strangers and len(self._strangers) >= MAX_STRANGERS and now > self._pruned_at + 1.0:
+            self._pruned_at = now  # not for each of the thousands of records that one message may bring
             self._strangers = {
                 peer: until for peer, until in self._strangers.items() if until > now and not self._is_known(peer)
             }

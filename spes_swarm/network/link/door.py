@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,7 +28,7 @@ from spes_swarm.storage.acts_file import ActsFile
 
 _LOGGER = logging.getLogger(__name__)
 # What a monitor needs; open to everybody if the run is visible to all.
-VISIBLE: Final = frozenset({"manifest", "ping", "clock", "acts"})
+VISIBLE: Final = frozenset({"manifest", "ping", "clock"})
 _TIMEOUT_S = 10.0
 _WAIT_S = 1.0  # for the acts of a caller whose call depends on them
 _PAUSE_S, _LONG_PAUSE_S = 0.5, 10.0  # between two requests to one peer for its acts, if they had any effect or not
@@ -64,19 +64,26 @@ class Door:
         self._now = now
         self._file = file
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
-        self._has_met = False  # other peers that know the acts of the run
         self._refused_by: dict[str, str] = {}  # members -> the reason they gave
-        self.tell: Callable[[], Collection[str]] = tuple  # whom to tell of new acts
-        self._telling: set[asyncio.Task[None]] = set()
+        self.present: Callable[[], Collection[str]] = tuple  # the other peers, which are told of new acts
+        self.voices: Callable[[], Collection[str]] = tuple  # those whose work is in a commit of this peer
+        self._has_news = False
+        self._teller: asyncio.Task[None] | None = None
 
-    async def open(self, me: str) -> None:
-        """Reads the file of acts, and checks all calls from now on. `me` is this peer's id."""
+    async def open(self, me: str, others: Collection[str]) -> None:
+        """Reads the file of acts, takes in those of others, and checks all calls from now on.
+
+        Until then this peer cannot know whom to admit: allowances are acts. `me` is its id; `others` are connected.
+        """
         rpc = self._rpc
         if self.is_private:
             self.read_file()
             self._learn(me, rpc.admission)
             await rpc.serve("acts", self._serve_acts)
-        rpc.door = self
+        rpc.open(self)
+        if self.is_private:
+            await asyncio.gather(*(self._fetch_acts(peer_id, _Asked(0.0)) for peer_id in others))
+            self.members.settle()
 
     @property
     def digest(self) -> bytes:
@@ -130,6 +137,7 @@ class Door:
             return 1.0
         self._learn(peer_id, statement.admission)
         # Clocks differ a little: a group that its leader has just closed must not be refused by some of its members.
+        # Only what the statement itself shows counts, or members would come to different plans.
         terms = self.members.terms(peer_id, self._now() - _EXPIRY_GRACE_S, shown=statement.admission)
         if terms is None:
             raise ProtocolError("stranger", f"{peer_id} may not take part in this run")
@@ -139,10 +147,8 @@ class Door:
     def _learn(self, peer_id: str, admission: object) -> None:
         if self.is_private and isinstance(admission, bytes) and admission:
             with suppress(ProtocolError):  # then it does not admit the peer
-                before = self.members.digest
-                self.members.learn(peer_id, admission)
-                if self.members.digest != before:  # the use of a limited invitation
-                    self._keep(self.members.acts[-1:])
+                new = self.members.learn(peer_id, admission, self._now())
+                self._keep([new] if new is not None else [])
 
     # Calls.
 
@@ -187,9 +193,9 @@ class Door:
         """
         if not self.admits(me):
             raise InvitationError(f"this peer can take part no longer: {self.members.why_not(me, self._now())}")
-        others = self.tell()
-        reasons = [self._refused_by[peer] for peer in others if peer in self._refused_by]
-        if 2 * len(reasons) > len(others):
+        voices = self.voices()
+        reasons = [self._refused_by[peer] for peer in voices if peer in self._refused_by]
+        if 2 * len(reasons) > len(voices) and me != self.members.founder:
             raise InvitationError(f"most members refuse this peer: {reasons[0]}")
 
     # Acts.
@@ -203,40 +209,46 @@ class Door:
         except OSError as exc:
             _LOGGER.warning("the file of acts cannot be read: %s", exc)
             return
-        if self._take(acts, settled=True):
+        if self._take(acts):
             self._tell_others()
 
-    def _take(self, acts: Collection[object], *, settled: bool) -> list[bytes]:
+    def _take(self, acts: Collection[object]) -> list[bytes]:
         """Takes in acts; returns those that are new and valid."""
         new = []
         for act in acts:
             with suppress(ProtocolError):  # whoever sent it may have it from others
-                if isinstance(act, bytes) and self.members.add(act, settled=settled):
+                if isinstance(act, bytes) and self.members.add(act):
                     new.append(act)
         return new
 
-    def _keep(self, acts: Collection[bytes]) -> None:
+    def _keep(self, acts: Sequence[bytes]) -> None:
         """Writes new acts to the file, and passes them on."""
         if not acts:
             return
         try:
-            for act in acts if self._file is not None else ():
-                self._file.append(act)  # type: ignore[union-attr]
+            if self._file is not None:
+                self._file.append(*acts)
         except OSError as exc:
             _LOGGER.warning("acts of the run cannot be kept: %s", exc)
         self._tell_others()
 
     def _tell_others(self) -> None:
-        """Calls the others, which then see that this peer knows more than they do."""
+        """Calls the others, which then see that this peer knows more than they do; at most once in a while."""
+        self._has_news = True
+        if self._teller is None or self._teller.done():
+            self._teller = asyncio.create_task(self._tell())
 
+    async def _tell(self) -> None:
         async def call(peer_id: str) -> None:
             with suppress(OSError, ProtocolError):
                 await self._rpc.call(peer_id, "ping", {}, _TIMEOUT_S)
 
-        for peer_id in self.tell():
-            task = asyncio.create_task(call(peer_id))
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+        while self._has_news:
+            self._has_news = False
+            calls = [asyncio.create_task(call(peer_id)) for peer_id in self.present()]
+            await asyncio.sleep(_PAUSE_S)
+            if calls:
+                await asyncio.wait(calls)
 
     def _compare(self, peer_id: str, digest: object) -> asyncio.Task[None] | None:
         """Asks an admitted peer for its acts if they differ from this peer's; returns the request under way, if any."""
@@ -253,13 +265,11 @@ class Door:
         return asked.task
 
     async def _fetch_acts(self, peer_id: str, asked: _Asked) -> None:
-        known = b"".join(identifier[:_PREFIX_BYTES] for identifier in self.members.act_ids)
+        known = b"".join(identifier[:_PREFIX_BYTES] for identifier in self.members.acts)
         with suppress(OSError, ProtocolError):
             answer = await self._rpc.call(peer_id, "acts", {"known": known}, _TIMEOUT_S)
             acts = answer.get("acts")
-            # What a newcomer learns first is how things were before it came.
-            new = self._take(acts if isinstance(acts, list) else [], settled=not self._has_met)
-            self._has_met = True
+            new = self._take(acts if isinstance(acts, list) else [])
             asked.pause_s = _PAUSE_S if new else _LONG_PAUSE_S
             self._keep(new)
 
@@ -270,8 +280,8 @@ class Door:
             raise ProtocolError("malformed", "`acts` without the known ones")
         prefixes = {known[i : i + _PREFIX_BYTES] for i in range(0, len(known), _PREFIX_BYTES)}
         answer, size = [], 0
-        for identifier, act in zip(self.members.act_ids, self.members.acts, strict=True):
+        for identifier, act in self.members.acts.items():
             if identifier[:_PREFIX_BYTES] not in prefixes and size + len(act) <= _MAX_ANSWER_BYTES:
                 answer.append(act)
                 size += len(act)
-        return {"acts": answer}
+        return {"acts": answer, "admission": self._rpc.admission}

@@ -105,6 +105,11 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         for namespace in (_NAMESPACE, _NAMESPACE_1):
             await self.add_p2p_handlers(self._p2p, namespace=namespace)
 
+    def open(self, door: Doorkeeper) -> None:
+        """Lets a door decide from now on. It learns the admissions of all whom this peer calls, once each."""
+        self.door = door
+        self._shown.clear()
+
     async def serve(self, method: str, handler: Handler) -> None:
         """Answers `method` with `handler(peer_id of the caller, arguments)`."""
         self._handlers[method] = handler

@@ -178,7 +178,7 @@ class RunDht:
         give_to_hivemind(self.now)
         bound_dht_decoding()
         bound_dht_storage()
-        await self.door.open(self._daemon.peer_id)
+        await self.door.open(self._daemon.peer_id, trust(await self.connected()))
         hivemind.dht.node.DHTProtocol = DHTProtocol if self.door.is_visible else _guarded(self.door, self._rpc)
         trusted = await self._trusted(trust)
         await self._timekeeper.settle(trusted)

@@ -203,6 +203,8 @@ class Transfer:
 
     def _spend(self, channel: Channel, num_bytes: int) -> None:
         """Books a chunk that is about to be sent; raises ProtocolError (`budget`) if its receiver has had too many."""
+        if not self.guests.admits(channel.peer_id):  # it may have been revoked meanwhile
+            raise ProtocolError("stranger", "this peer is not in the run")
         budgets = [(self._of_members, channel.peer_id)]
         if not self.guests.is_member(channel.peer_id):
             budgets = [(self._of_strangers, channel.peer_id), (self._of_hosts, host_of(channel.address))]

@@ -19,6 +19,7 @@ from spes_swarm.base.decoding import first_complaint, unpack
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.admission.grants import (
     MAX_ADMISSION_BYTES,
+    MAX_PEER_ID_CHARS,
     ROOT,
     Chain,
     check_signature,
@@ -38,7 +39,7 @@ _REVOKE: Final = b"revoke"
 class Target(SignedModel):
     """What is revoked: a peer, or a grant with everything that follows from it."""
 
-    peer: Annotated[str, Field(max_length=128)] = ""
+    peer: Annotated[str, Field(max_length=MAX_PEER_ID_CHARS)] = ""
     grant: Annotated[bytes, Field(max_length=32)] = b""
     at: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # Unix seconds; for people
 
@@ -55,6 +56,11 @@ class Allow:
 
     chain: Chain
 
+    @property
+    def peer_id(self) -> str:
+        """Whom it admits."""
+        return self.chain.grants[-1].peer
+
 
 @dataclass(frozen=True)
 class Revoke:
@@ -62,6 +68,7 @@ class Revoke:
 
     target: Target
     signer: bytes  # id of the grant whose key has signed it; ROOT: the founder
+    chain: Chain | None = None  # that ends with this grant
 
 
 @dataclass(frozen=True)
@@ -123,14 +130,17 @@ def open_act(data: bytes, run_id: str, founder_key: bytes) -> Act:
                 raise ProtocolError("admission", "an allowance names no peer")
             return Allow(chain)
         case ["use", str(peer_id), bytes(admission)]:
-            return Use(peer_id, open_admission(admission, peer_id, run_id, founder_key), admission)
+            chain = open_admission(admission, peer_id, run_id, founder_key)
+            if not chain.limits or len(peer_id) > MAX_PEER_ID_CHARS:
+                raise ProtocolError("admission", "a use of an invitation that is not limited")
+            return Use(peer_id, chain, admission)
         case ["revoke", bytes(payload), list(wire), bytes(signature)]:
             return _open_revocation(payload, wire, signature, run_id, founder_key)
     raise ProtocolError("malformed", "not an act of a private run")
 
 
 def _open_revocation(payload: bytes, wire: list[Any], signature: bytes, run_id: str, founder_key: bytes) -> Revoke:
-    key, signer = founder_key, ROOT
+    key, signer, chain = founder_key, ROOT, None
     if wire:
         chain = open_chain(wire, run_id, founder_key)
         if not chain.grants[-1].may_invite:
@@ -138,6 +148,6 @@ def _open_revocation(payload: bytes, wire: list[Any], signature: bytes, run_id: 
         key, signer = chain.grants[-1].key, chain.ids[-1]
     check_signature(key, signed_bytes(_REVOKE, run_id, signer, payload), signature)
     try:
-        return Revoke(Target.model_validate(unpack(payload, MAX_ACT_BYTES)), signer)
+        return Revoke(Target.model_validate(unpack(payload, MAX_ACT_BYTES)), signer, chain)
     except ValidationError as exc:
         raise ProtocolError("schema", f"revocation: {first_complaint(exc)}") from exc

@@ -34,6 +34,7 @@ from spes_swarm.protocol.members.signed import SignedModel
 MAX_GRANTS = 4
 MAX_ADMISSION_BYTES = 2048
 MAX_USES = 200
+MAX_PEER_ID_CHARS = 128
 INVITATION: Final = re.compile(r"spes1\.[A-Za-z0-9_-]{40,4096}")
 ROOT = bytes(32)  # in place of the grant before the first one
 _KEY_BYTES = 32
@@ -57,7 +58,7 @@ class Grant(Terms):
     """One link of a chain."""
 
     key: Annotated[bytes, Field(max_length=_KEY_BYTES)] = b""  # public
-    peer: Annotated[str, Field(max_length=128)] = ""
+    peer: Annotated[str, Field(max_length=MAX_PEER_ID_CHARS)] = ""
     uses: Annotated[int, Field(ge=1, le=MAX_USES)] | None = None  # how many peers its key may admit, at any depth
 
     @model_validator(mode="after")
@@ -74,6 +75,12 @@ class Chain:
     grants: tuple[Grant, ...]
     ids: tuple[bytes, ...]  # digest of each grant and, with it, of those before
     wire: tuple[tuple[bytes, bytes], ...]
+
+    @property
+    def limits(self) -> list[tuple[bytes, int]]:
+        """The grants that admit only so many peers: (id, number)."""
+        limited = zip(self.ids, self.grants, strict=True)
+        return [(grant_id, grant.uses) for grant_id, grant in limited if grant.uses is not None]
 
     @cached_property
     def terms(self) -> Terms:

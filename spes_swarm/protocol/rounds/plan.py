@@ -335,14 +335,19 @@ def _plan_block(
 
 
 def _within_terms(weights: list[tuple[int, float]], members: Sequence[Member]) -> list[tuple[int, float]]:
-    """Lowers the weights of members that may have at most some share of an average, unless they are alone."""
-    total = sum(weight for _, weight in weights)
-    return [
-        (i, min(weight, (total - weight) * share / (1 - share)) or weight)
-        if (share := members[i].most_weight) < 1
-        else (i, weight)
-        for i, weight in weights
-    ]
+    """Lowers the weights of members that may have at most some share of an average.
+
+    If all who contribute are so limited that no average fulfils all limits, their limits are their weights.
+    """
+    share = {i: members[i].most_weight for i, _ in weights}
+    limited: set[int] = set()
+    while True:
+        free = sum(weight for i, weight in weights if i not in limited)
+        total = free / (1 - sum(share[i] for i in limited)) if free else 0.0
+        more = {i for i, weight in weights if share[i] < 1 and i not in limited and weight > share[i] * total}
+        if not more:
+            return [(i, share[i] * (total or 1.0) if i in limited else weight) for i, weight in weights]
+        limited |= more
 
 
 def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> list[tuple[int, float]]:
