@@ -79,7 +79,7 @@ def test_an_invitation_admits_on_its_terms(founder: RunDirectory, capsys: pytest
     assert text.startswith("an invitation (for Anna: 1 peer, until 20")
     assert "at most 2 experts, at most 0.1 of an average, may not publish), with which others join:\n" in text
     known = membership(founder)
-    known.learn(MEMBER.peer_id, word_in(text).admit(MEMBER.peer_id))
+    known.learn(MEMBER.peer_id, word_in(text).admit(MEMBER.peer_id), NOW)
     terms = known.terms(MEMBER.peer_id, NOW)
     assert terms is not None
     assert (terms.name, terms.experts, terms.weight, terms.may_invite, terms.may_publish) == (
@@ -87,7 +87,7 @@ def test_an_invitation_admits_on_its_terms(founder: RunDirectory, capsys: pytest
     )  # fmt: skip
     assert terms.expires is not None
     assert 13.9 < (terms.expires - NOW) / 86400 < 14.1
-    known.learn(GUEST.peer_id, word_in(text).admit(GUEST.peer_id))
+    known.learn(GUEST.peer_id, word_in(text).admit(GUEST.peer_id), NOW)
     assert known.admits(MEMBER.peer_id, NOW) != known.admits(GUEST.peer_id, NOW)  # it is for one peer
     (entry,) = json.loads(founder.invitations.read_text())
     assert (entry["name"], entry["word"]) == ("Anna", word_in(text).to_text())
@@ -124,15 +124,17 @@ def test_revoking_a_name_takes_back_all_that_it_admitted(
 ) -> None:
     anna, bob = (word_in(said(capsys, founder, "--for", name, "--uses", "2")) for name in ("Anna", "Bob"))
     known = membership(founder)
-    known.learn(MEMBER.peer_id, anna.admit(MEMBER.peer_id))
-    known.learn(GUEST.peer_id, bob.admit(GUEST.peer_id))
-    for act in known.acts:
+    known.learn(MEMBER.peer_id, anna.admit(MEMBER.peer_id), NOW)
+    known.learn(GUEST.peer_id, bob.admit(GUEST.peer_id), NOW)
+    for act in known.acts.values():
         ActsFile(founder.acts).append(act)
     text = said(capsys, founder, "--revoke", "Anna")
     assert re.fullmatch(
         rf"revoked Anna \([0-9a-f]{{8}}\): {MEMBER.peer_id}; it takes effect when this peer runs next\n", text
     )
     known = membership(founder)
+    for peer, word in ((MEMBER, anna), (GUEST, bob)):  # they show theirs
+        known.learn(peer.peer_id, word.admit(peer.peer_id), NOW)
     assert not known.admits(MEMBER.peer_id, NOW)
     assert known.admits(GUEST.peer_id, NOW)
     rows = said(capsys, founder, "--list")
@@ -152,7 +154,7 @@ def test_revoking_a_peer_excludes_it_alone(founder: RunDirectory, capsys: pytest
     assert text == f"excluded {MEMBER.peer_id}; the running peer passes it on now\n"
     known = membership(founder)
     for peer in (MEMBER, GUEST):
-        known.learn(peer.peer_id, word.admit(peer.peer_id))
+        known.learn(peer.peer_id, word.admit(peer.peer_id), NOW)
     assert [known.admits(peer.peer_id, NOW) for peer in (MEMBER, GUEST)] == [False, True]
     assert f"peer {MEMBER.peer_id} on 20" in said(capsys, founder, "--list")
 
@@ -167,9 +169,9 @@ def test_a_delegate_invites_and_takes_back_its_own_only(
     delegate.remember_invitation(word_in(said(capsys, founder, "--for", "Deli", "--delegate")).to_text())
     guest = word_in(said(capsys, delegate, "--for", "Gus", "--experts", "1"))
     known = membership(delegate)
-    known.learn(GUEST.peer_id, guest.admit(GUEST.peer_id))
+    known.learn(GUEST.peer_id, guest.admit(GUEST.peer_id), NOW)
     assert known.admits(GUEST.peer_id, NOW)
-    for act in known.acts:
+    for act in known.acts.values():
         ActsFile(delegate.acts).append(act)
         ActsFile(founder.acts).append(act)
     assert re.search(rf"Gus .* made by Deli; used by {GUEST.peer_id}", said(capsys, founder, "--list"))
@@ -225,8 +227,8 @@ def test_text_from_others_cannot_control_the_terminal(
     assert isinstance(manifest, Manifest)
     word = word_in(said(capsys, founder, "--uses", "2"))
     known = membership(founder)
-    known.learn("Qm\x1b[2J", word.admit("Qm\x1b[2J"))
-    for act in known.acts:
+    known.learn("Qm\x1b[2J", word.admit("Qm\x1b[2J"), NOW)
+    for act in known.acts.values():
         ActsFile(founder.acts).append(act)
     assert "used by Qm?[2J" in said(capsys, founder, "--list")
 

@@ -153,7 +153,7 @@ def test_a_joiner_shows_its_admission_and_expects_the_run_of_its_invitation(tmp_
     ((run_id, admission),) = shown
     assert run_id == manifest.run_id
     members = Membership(manifest.run_id, manifest.founder, manifest.founder_key, "invite")
-    members.learn(MEMBER.peer_id, admission)
+    members.learn(MEMBER.peer_id, admission, 0.0)
     assert members.admits(MEMBER.peer_id, 0.0)
     assert found.admission.shown == admission
     # Stored for the next start, which needs no flag, and replaced by a new one.
