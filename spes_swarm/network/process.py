@@ -25,7 +25,6 @@ from pathlib import Path
 from spes_swarm.base import log
 from spes_swarm.base.errors import NetworkProcessError, ProtocolError, SwarmError
 from spes_swarm.base.lifetime import die_with_parent
-from spes_swarm.config.admission import check_admission
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.metrics import events
 from spes_swarm.network.diagnosis import stream_lines, task_lines
@@ -206,9 +205,7 @@ class NetworkProcess(ProcessCommands):
         """See port.commands.ProcessCommands."""
         assert self._rpc is not None
         self._rpc.admission = admission
-        manifest = await ask_for_manifest(self._rpc, peers, run_id, timeout_s, joins=True)
-        check_admission(manifest, self._identity.peer_id, admission, time.time())
-        return manifest
+        return await ask_for_manifest(self._rpc, peers, run_id, timeout_s, joins=True)
 
     async def fetch_tokenizer(self, peers: list[str], digest: str) -> bytes | None:
         """See port.commands.ProcessCommands."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -14,10 +15,9 @@ from spes_swarm.base.errors import InvitationError, ProtocolError, os_errors_as
 from spes_swarm.base.user_paths import user_path
 from spes_swarm.config.manifest import Manifest, RawManifest
 from spes_swarm.config.peer import PeerConfig
-from spes_swarm.protocol.admission.acts import Act, Revoke, open_act
+from spes_swarm.protocol.admission.acts import Act, Revoke, has_revoked_grant, open_act
 from spes_swarm.protocol.admission.grants import (
     INVITATION,
-    ROOT,
     Chain,
     Grant,
     Invitation,
@@ -113,10 +113,12 @@ def _verified(acts: Iterable[bytes], manifest: Manifest | RawManifest) -> dict[b
 
 
 def is_revoked(chain: Chain, acts: Iterable[Act]) -> bool:
-    """Returns True if a grant of the chain has been revoked by the founder, or by the key of an earlier grant."""
-    ids = (ROOT, *chain.ids)
-    revoked = [act for act in acts if isinstance(act, Revoke) and act.target.grant in ids]
-    return any(act.signer in ids[: ids.index(act.target.grant)] for act in revoked)
+    """Returns True if these acts revoke a grant of the chain."""
+    revoked: defaultdict[bytes, set[bytes]] = defaultdict(set)
+    for act in acts:
+        if isinstance(act, Revoke):
+            revoked[act.target.grant].add(act.signer)
+    return has_revoked_grant(chain, revoked)
 
 
 @dataclass(frozen=True)

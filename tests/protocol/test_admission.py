@@ -384,6 +384,24 @@ def test_nobody_fills_the_memory_for_acts(monkeypatch: pytest.MonkeyPatch) -> No
     refused("admission", lambda: members.add(acts.use("a", invitation().admit("a"))))  # nobody needs to know of it
 
 
+def test_an_act_is_not_compared_with_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of acts, as after a restart, would take minutes."""
+    looks: list[acts.Act] = []
+    is_void = Membership._is_void
+
+    def look(self: Membership, act: acts.Act) -> bool:
+        looks.append(act)
+        return is_void(self, act)
+
+    monkeypatch.setattr(Membership, "_is_void", look)
+    members, sent = membership(), invitation(uses=40)
+    for number in range(40):
+        members.add(acts.use(str(number), sent.admit(str(number))))
+        members.add(revocation(None, peer=f"other {number}"))
+    assert len(members.acts) == 80
+    assert len(looks) <= 80
+
+
 def test_the_uses_of_an_invitation_that_is_taken_back_need_no_memory() -> None:
     grant = made(uses=3)
     sent = Invitation(RUN, grant[0].wire, grant[1])

@@ -100,13 +100,13 @@ class Door:
         """Returns True if a peer may read the records of the run."""
         return self.is_visible or self.admits(peer_id)
 
-    def terms(self, peer_id: str) -> Terms:
-        """What an admitted peer may do.
+    def terms(self, peer_id: str, *, shown: bytes | None = None, grace_s: float = 0.0) -> Terms:
+        """What an admitted peer may do; for `shown` see `Membership.terms`. It may have expired for `grace_s` seconds.
 
         Raises:
             ProtocolError: (`stranger`) it may not take part.
         """
-        terms = self.members.terms(peer_id, self._now())
+        terms = self.members.terms(peer_id, self._now() - grace_s, shown=shown)
         if terms is None:
             raise ProtocolError("stranger", f"{peer_id} may not take part in this run")
         return terms
@@ -138,9 +138,7 @@ class Door:
         self._learn(peer_id, statement.admission)
         # Clocks differ a little: a group that its leader has just closed must not be refused by some of its members.
         # Only what the statement itself shows counts, or members would come to different plans.
-        terms = self.members.terms(peer_id, self._now() - _EXPIRY_GRACE_S, shown=statement.admission)
-        if terms is None:
-            raise ProtocolError("stranger", f"{peer_id} may not take part in this run")
+        terms = self.terms(peer_id, shown=statement.admission, grace_s=_EXPIRY_GRACE_S)
         _check_experts(peer_id, max(len(statement.held), statement.room), terms)
         return terms.weight or 1.0
 
@@ -177,7 +175,6 @@ class Door:
             self._learn(peer_id, admission)
             if self.admits(peer_id):
                 self._compare(peer_id, digest)
-
         self._refused_by.pop(peer_id, None)
 
     def note_refusal(self, peer_id: str, reason: str) -> None:
@@ -192,7 +189,7 @@ class Door:
             InvitationError: it may not, as far as it knows itself, or as most of the other members say.
         """
         if not self.admits(me):
-            raise InvitationError(f"this peer can take part no longer: {self.members.why_not(me, self._now())}")
+            raise InvitationError(f"this peer may no longer take part: {self.members.why_not(me, self._now())}")
         voices = self.voices()
         reasons = [self._refused_by[peer] for peer in voices if peer in self._refused_by]
         if 2 * len(reasons) > len(voices) and me != self.members.founder:

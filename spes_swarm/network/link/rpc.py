@@ -143,7 +143,7 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         return answer
 
     async def introduce(self, peer_id: str, timeout_s: float) -> None:
-        """Shows this peer's admission to another one, unless that has seen it; whether it answers does not matter."""
+        """Shows this peer's admission to a peer that has not seen it yet; errors are ignored."""
         if self.admission and peer_id not in self._shown:
             with suppress(OSError, ProtocolError):
                 await self.call(peer_id, "ping", {}, timeout_s)

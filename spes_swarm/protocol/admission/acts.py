@@ -9,6 +9,7 @@ Acts are never undone, so peers that exchange theirs, in whatever order, end wit
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
@@ -102,6 +103,15 @@ def revoke(signer: Identity | bytes, chain: Chain | None, run_id: str, target: T
     payload = pack(target.model_dump(exclude_defaults=True))
     grant_id, wire = (ROOT, ()) if chain is None else (chain.ids[-1], chain.wire)
     return _pack("revoke", payload, wire, sign(signer, signed_bytes(_REVOKE, run_id, grant_id, payload)))
+
+
+def has_revoked_grant(chain: Chain, revoked: Mapping[bytes, Collection[bytes]]) -> bool:
+    """Returns True if a grant of a chain is revoked by the founder or the key of an earlier grant.
+
+    `revoked`: for each grant, the ids of those whose keys have revoked it (ROOT: the founder's).
+    """
+    ids = (ROOT, *chain.ids)
+    return any(signer in ids[:i] for i, one in enumerate(ids) for signer in revoked.get(one, ()))
 
 
 def act_id(data: bytes) -> bytes:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from blake3 import blake3
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.protocol.admission.acts import Act, Allow, Revoke, Use, act_id, open_act, use
+from spes_swarm.protocol.admission.acts import Act, Allow, Revoke, Use, act_id, has_revoked_grant, open_act, use
 from spes_swarm.protocol.admission.grants import ROOT, Chain, Terms, open_admission
 
 MAX_ACTS = 4096  # of the founder; as many of all others together
@@ -96,8 +96,7 @@ class Membership:
         return not by.isdisjoint((ROOT, *chain.ids)) or self._has_revoked_grant(chain)
 
     def _has_revoked_grant(self, chain: Chain) -> bool:
-        ids = (ROOT, *chain.ids)  # the key of a grant revokes what comes after it
-        return any(not self._revoked_grants.get(one, set()).isdisjoint(ids[:i]) for i, one in enumerate(ids))
+        return has_revoked_grant(chain, self._revoked_grants)
 
     def _is_used_up(self, chain: Chain, peer_id: str) -> bool:
         return any(peer_id not in self._first_users(grant_id, uses, peer_id) for grant_id, uses in chain.limits)
@@ -177,7 +176,7 @@ class Membership:
         self._num_acts.update(sources)
         self._acts[identifier] = data, act
         self._digest = None
-        self._drop_void_acts()
+        self._drop_void_acts(self._touched(act))
         return identifier in self._acts
 
     def _is_full(self, sources: tuple[bytes, ...]) -> bool:
@@ -208,11 +207,20 @@ class Membership:
             return False
         return self._has_revoked_grant(act.chain) or self._is_used_up(act.chain, act.peer_id)
 
-    def _drop_void_acts(self) -> None:
-        """Drops acts that have become void: in whatever order they come, peers keep the same ones."""
-        void = {identifier: act for identifier, (_, act) in self._acts.items() if self._is_void(act)}
+    def _touched(self, act: Act) -> set[bytes]:
+        """Returns the grants of which a new act may have made other acts void."""
+        if isinstance(act, Revoke):
+            return {act.target.grant} - {b""}
+        return {grant_id for grant_id, uses in act.chain.limits if len(self._users[grant_id]) > uses}
+
+    def _drop_void_acts(self, grants: set[bytes]) -> None:
+        """Drops those acts of these grants that are void: in whatever order acts come, peers keep the same ones."""
+        void = {
+            identifier: act
+            for identifier, (_, act) in (self._acts.items() if grants else ())
+            if not isinstance(act, Revoke) and not grants.isdisjoint(act.chain.ids) and self._is_void(act)
+        }
         for identifier, act in void.items():
-            assert not isinstance(act, Revoke)
             del self._acts[identifier]
             self._num_acts.subtract(_sources(act))
             for grant_id, _ in act.chain.limits:

@@ -32,7 +32,7 @@ class ExpertChange:
 
 
 class Leases:
-    """The experts of one peer. `voices` returns those of some peers whose claims count: only their leases reserve."""
+    """The experts of one peer. `voices` picks the peers whose claims count: only their leases reserve experts."""
 
     def __init__(
         self,
