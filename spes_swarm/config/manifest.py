@@ -23,6 +23,7 @@ from spes_swarm.protocol.version import PROTOCOL, check_version
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 256 * 1024
+_OLDEST_FOUNDER = 2  # major version: runs go on once all their peers are upgraded
 _MAX_ELEMENTS = 1 << 14  # an honest one has some 150 values
 _DIGEST_CHARS = 24
 _DOMAIN = b"spes_swarm/1\0manifest\0"
@@ -114,7 +115,7 @@ def read_manifest(wire: dict[str, Any], source: str, expected_run_id: str | None
     try:
         content = load_json(data, max_elements=_MAX_ELEMENTS)
         if "protocol" in content:  # not in those of version 1, whose runs go on
-            check_version(content["protocol"], "its founder")
+            check_version(content["protocol"], "its founder", oldest=_OLDEST_FOUNDER)
         if content["format"] != FORMAT:
             raise ManifestError(
                 f"the run's manifest has format {content['format']!r:.20}; "

@@ -27,7 +27,8 @@ from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_dht import RunDht
 from spes_swarm.network.link.wire import Guests
 from spes_swarm.network.round.company import Company
-from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
+from spes_swarm.network.round.deadlines import ExchangeLimits
+from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.network.round.sync_round import SyncRounds
 from spes_swarm.network.round.token_count import TokenCount
@@ -92,6 +93,7 @@ class RunServices(RunCommands):
         guests = Guests(admits=door.admits, is_member=state.is_member)
         limits, stall_s = ExchangeLimits.of(run.round), run.round.stall_timeout_s
         self._exchange = Exchange(p2p, rpc, state.run_id, limits, self._on_fault, guests)
+        self._exchange.slack_s = lambda: state.roster.standing.grace_s
         self._exchange.on_late = lambda: listener.report("the exchange has exceeded its first deadline")
         self._transfer = Transfer(
             p2p, rpc, state.run_id, state.reference, stall_s, self._on_fault, guests, settings.upload_mbps
@@ -113,6 +115,7 @@ class RunServices(RunCommands):
             leaves_out=lambda peer: state.roster.standing.leaves_out(peer) or not door.admits(peer),
             vet=door.vet_statement,
             find_others=self._company.find_again,
+            has_duties=lambda: identity.peer_id not in state.roster.standing.without_duty,
         )
         self._announcer = Announcer(state, self._faults, self._dht.now, lambda: self.reachable, self._on_fault)
         self._catching_up = CatchingUp(state, self._transfer, self.refresh)
@@ -159,6 +162,7 @@ class RunServices(RunCommands):
     def _on_fault(self, peer_id: str, error: ProtocolError) -> None:
         """Reports a fault to the trainer and, by its kind only, in the next progress record."""
         self._faults.note(error.kind)
+        self._state.tracks.conduct.note_fault(peer_id, error.kind, self._state.reference.round)
         self._listener.on_fault(peer_id, error)
 
     def _is_known(self, peer_id: str) -> bool:

@@ -29,7 +29,8 @@ from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
-from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
+from spes_swarm.network.round.deadlines import ExchangeLimits
+from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.run_services import RunServices
 from spes_swarm.port.commands import Called, Notification
 from spes_swarm.port.messages import CaughtUp, Presence, SwarmView

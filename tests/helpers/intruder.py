@@ -30,7 +30,8 @@ from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.network.link.daemon import bootstrap
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, serve_channel
-from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
+from spes_swarm.network.round.deadlines import ExchangeLimits
+from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.transfer.donors import table_from_wire
 from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.consensus.codec import get_codec

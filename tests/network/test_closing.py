@@ -19,7 +19,8 @@ from spes_swarm.network.link.wire import (
     open_channel,
     serve_channel,
 )
-from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
+from spes_swarm.network.round.deadlines import ExchangeLimits
+from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.transfer.moments import Moments
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS

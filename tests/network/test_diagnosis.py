@@ -24,7 +24,8 @@ from spes_swarm.network.link.daemon import _Output
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import open_channel
 from spes_swarm.network.process import NetworkProcess
-from spes_swarm.network.round.exchange import Exchange, ExchangeLimits
+from spes_swarm.network.round.deadlines import ExchangeLimits
+from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.round.gathering import Gathering
 from spes_swarm.network.run_services import RunServices
 from spes_swarm.protocol.consensus.codec import get_codec

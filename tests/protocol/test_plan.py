@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -201,24 +202,100 @@ def reduced(plan: Plan, block: int | None = None) -> dict[int, int]:
     return sums
 
 
-def test_shares_of_the_reducing_follow_the_bandwidth() -> None:
+def shares_of_three(declared: Sequence[float], measured: Mapping[str, float]) -> list[float]:
+    """Shares of the reducing of p0, p1 and p2, where each states what it has measured of the others, in Mbit/s."""
     layout = small_layout(1, shared=200_000)
-    speeds = (10.0, 25.0, 65.0)
-    plan = plan_of(layout, *(member(f"p{i}", layout, bandwidth_mbps=s) for i, s in enumerate(speeds)), max_part=500)
-    shares = reduced(plan, SHARED_BLOCK)
-    assert [shares[i] / 200_000 for i in range(3)] == pytest.approx([0.1, 0.25, 0.65], abs=0.01)
+    names = ["p0", "p1", "p2"]
+    members = [
+        member(
+            name,
+            layout,
+            bandwidth_mbps=mbps,
+            vouched=vouchers({}, set(names) - {name}, rates={p: m for p, m in measured.items() if p != name}),
+        )
+        for name, mbps in zip(names, declared, strict=True)
+    ]
+    shares = reduced(plan_of(layout, *members, max_part=500), SHARED_BLOCK)
+    return [shares.get(i, 0) / 200_000 for i in range(3)]
+
+
+def test_shares_of_the_reducing_follow_the_measured_rates_up_to_two_equal_shares() -> None:
+    rates = {"p0": 4.0, "p1": 16.0, "p2": 16.0}
+    assert shares_of_three([1e3, 1e3, 1e3], rates) == pytest.approx([1 / 9, 4 / 9, 4 / 9], abs=0.01)
+    assert shares_of_three([1e3, 1e3, 1e3], rates | {"p2": 512.0}) == pytest.approx([1 / 15, 4 / 15, 2 / 3], abs=0.01)
+
+
+def test_rates_that_differ_by_no_more_than_a_busy_machine_count_as_equal() -> None:
+    shares = shares_of_three([1e3, 1e3, 1e3], {"p0": 8.0, "p1": 16.0, "p2": 32.0})
+    assert shares == pytest.approx([1 / 3] * 3, abs=0.01)
+
+
+def test_a_declared_rate_only_lowers_what_was_measured() -> None:
+    rates = {"p0": 32.0, "p1": 32.0, "p2": 32.0}
+    assert shares_of_three([1e6, 1e6, 1e6], rates) == pytest.approx([1 / 3] * 3, abs=0.01)
+    assert shares_of_three([1e6, 32.0, 32.0], rates) == pytest.approx([1 / 3] * 3, abs=0.01)
+    assert shares_of_three([8.0, 1e6, 1e6], rates) == pytest.approx([1 / 9, 4 / 9, 4 / 9], abs=0.01)
+
+
+def test_a_member_that_nobody_has_measured_reduces_at_most_an_equal_share() -> None:
+    assert shares_of_three([1.0, 1.0, 1e6], {}) == pytest.approx([1 / 3] * 3, abs=0.01)
+    known = {"p0": 32.0, "p1": 32.0}
+    assert shares_of_three([100.0, 100.0, 1e6], known) == pytest.approx([1 / 3] * 3, abs=0.01)
+    assert shares_of_three([100.0, 100.0, 8.0], known) == pytest.approx([4 / 9, 4 / 9, 1 / 9], abs=0.01)
 
 
 @given(st.lists(st.floats(0.1, 1e6), min_size=3, max_size=9), st.data())
-def test_no_declared_bandwidth_attracts_more_than_two_equal_shares(speeds: list[float], data: st.DataObject) -> None:
+def test_no_rate_attracts_more_than_two_equal_shares(speeds: list[float], data: st.DataObject) -> None:
     num_experts = 4
     layout = small_layout(num_experts, shared=20_000, expert=300)
+    names = [f"p{i}" for i in range(len(speeds))]
     held = [sorted(data.draw(st.sets(st.integers(0, num_experts - 1), max_size=1))) for _ in speeds]
-    members = [member(f"p{i}", layout, bandwidth_mbps=s, held=held[i]) for i, s in enumerate(speeds)]
+    is_measured = data.draw(st.lists(st.booleans(), min_size=len(speeds), max_size=len(speeds)))
+    rates = {name: s for name, s, known in zip(names, speeds, is_measured, strict=True) if known}
+    members = [
+        member(
+            name,
+            layout,
+            bandwidth_mbps=s,
+            held=held[i],
+            vouched=vouchers({}, set(names) - {name}, rates={p: rate for p, rate in rates.items() if p != name}),
+        )
+        for i, (name, s) in enumerate(zip(names, speeds, strict=True))
+    ]
     plan = plan_of(layout, *members, max_part=500)
     total = sum(part.size for part in plan.parts)
-    for elements in reduced(plan).values():
-        assert elements <= 2 * total / len(speeds)
+    largest = max(part.size for part in plan.parts)
+    for number, elements in reduced(plan).items():
+        assert elements <= (2 if names[number] in rates else 1) * total / len(speeds) + 300 + largest
+
+
+def doubting(names: str, doubted: Mapping[str, str], layout: Layout) -> list[Member]:
+    """Members that have all delivered; `doubted`: whom each of them doubts."""
+    return [
+        member(name, layout, vouched=vouchers({}, set(names) - {name}, doubted=set(doubted.get(name, ""))))
+        for name in names
+    ]
+
+
+def test_who_is_doubted_by_most_reduces_nothing() -> None:
+    layout = small_layout(1, shared=20_000)
+    plan = plan_of(layout, *doubting("abcd", {"a": "d", "b": "d"}, layout))
+    assert plan.without_duty == {3}
+    assert reduced(plan, SHARED_BLOCK).keys() == {0, 1, 2}
+    plan = plan_of(layout, *doubting("abcd", {"a": "d", "d": "a"}, layout))
+    assert plan.without_duty == frozenset()
+    assert reduced(plan, SHARED_BLOCK).keys() == {0, 1, 2, 3}
+
+
+def test_the_usual_time_follows_from_the_paces_that_members_state() -> None:
+    layout = small_layout(1, shared=20_000, expert=1)
+    paces = [0.0, 3.0, 5.0, 1e9]
+    plan = plan_of(layout, *(member(f"p{i}", layout, pace=pace) for i, pace in enumerate(paces)))
+    assert plan.pace == 5.0
+    assert plan.sent_elements[0] == 20_000 - reduced(plan, SHARED_BLOCK)[0]
+    most = max(20_000 - elements for elements in reduced(plan, SHARED_BLOCK).values())
+    assert plan.usual_s == pytest.approx(5e-6 * most)
+    assert plan_of(layout, member("a", layout), member("b", layout)).usual_s == 0
 
 
 # Of these, a and b have delivered in recent rounds.

@@ -10,7 +10,7 @@ import pytest
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.run import RunConfig
-from spes_swarm.network.round.exchange import ExchangeLimits
+from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT, get_codec
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind

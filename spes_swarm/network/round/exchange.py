@@ -1,20 +1,17 @@
 """The exchange of one round: push parts to their reducers, pull the results, repair what is missing.
 
 `Exchange` serves the streams of the other members and drives this member's own; `RoundState` does the bookkeeping.
-
-A deadline for each message is not enough: a hostile member could keep all others waiting with a trickle of valid
-messages and let the whole exchange time out. So its phases have deadlines, too, as shares of its time. First, reducers
-stop waiting for contributions; then all members stop waiting for reducers; last, they stop waiting for members that
-report that they have not finished.
+How long it waits for others is said in deadlines.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,13 +20,13 @@ from hivemind.p2p import P2P
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.base.wording import plural
-from spes_swarm.config.run import RoundConfig
 from spes_swarm.network.diagnosis import exchange_lines
 from spes_swarm.network.link.rpc import RemoteError, Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
+from spes_swarm.network.round.deadlines import Deadlines, ExchangeLimits, Timing
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT
-from spes_swarm.protocol.rounds import round_faults
+from spes_swarm.protocol.rounds import conduct, round_faults
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Contribution, Part
 from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
@@ -37,20 +34,8 @@ from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
 _MAX_PUSH_HELLO_BYTES = 1024
 _MAX_PULL_HELLO_BYTES = 2 << 20
 _GROUP_ID_BYTES = 32
-_COLLECT_SHARE, _RESULT_SHARE, _REPAIR_SHARE = 0.5, 0.75, 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeLimits:
-    """Deadlines of an exchange."""
-
-    stall_timeout_s: float  # a peer that sends no byte for this long is out of this round
-    timeout_s: float  # the whole exchange; see above for the shares of its phases
-
-    @classmethod
-    def of(cls, config: RoundConfig) -> ExchangeLimits:
-        """The limits of a run."""
-        return cls(config.stall_timeout_s, config.timeout_s)
+_GOLDEN_RATIO = (1 + math.sqrt(5)) / 2  # its multiples spread evenly between whole numbers
+_LOGGER = logging.getLogger(__name__)
 
 
 class Exchange:
@@ -67,7 +52,9 @@ class Exchange:
         self.on_late: Callable[[], None] = lambda: None  # called at the first deadline, before anybody is given up
         self._push_name = f"{run_id}/push"
         self._pull_name = f"{run_id}/pull"
+        self.slack_s: Callable[[], float] = lambda: math.inf  # what any member may take longer than the others
         self._round: RoundState | None = None
+        self._timing: Timing  # of this round
         self._begun = Changes()  # notified when a round begins
         self._reduced = Changes()  # notified when a part of this round has been reduced here
         self._served = Changes()  # notified when a member of this round has been served
@@ -90,7 +77,7 @@ class Exchange:
         if state.own_faults:
             self.on_fault(state.group.members[state.me].peer_id, state.own_faults[0])
         in_time = True
-        late = asyncio.get_running_loop().call_later(_COLLECT_SHARE * self._limits.timeout_s, self.on_late)
+        late = asyncio.get_running_loop().call_later(self.deadlines(state).collect_s, self.on_late)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 await self._transfer(state)
@@ -105,7 +92,23 @@ class Exchange:
         self._report(state, round_faults.missing(state.plan, state.me, did_not_come, state.ended))
         if missing and not in_time:
             raise RoundError(f"{plural(len(missing), 'part')} missing after {self._limits.timeout_s:.0f} s")
+        self._record_conduct(state)
         return state.commit()
+
+    def deadlines(self, state: RoundState) -> Deadlines:
+        """The deadlines of a round's exchange."""
+        return Deadlines.of(self._limits, state.plan)
+
+    def _record_conduct(self, state: RoundState) -> None:
+        ids = [member.peer_id for member in state.group.members]
+        state.tracks.conduct.exchanged(
+            state.plan.round,
+            {ids[i]: delivery for i, delivery in self._timing.deliveries().items()},
+            {ids[i]: seconds for i, seconds in self._timing.results_s.items()},
+            usual_s=state.plan.usual_s,
+            slack_s=self.slack_s(),
+            waited_s=self.deadlines(state).collect_s,
+        )
 
     def describe(self) -> Iterator[str]:
         """Lines for the log."""
@@ -113,7 +116,7 @@ class Exchange:
 
     def _begin(self, state: RoundState) -> None:
         """Starts serving the streams of this round."""
-        self._round = state
+        self._round, self._timing = state, Timing(state.plan, state.me)
         self._last_heard = dict.fromkeys(range(state.plan.num_members), time.monotonic())
         state.on_reduced = self._reduced.notify
         self._begun.notify()
@@ -135,8 +138,9 @@ class Exchange:
 
     async def _transfer(self, state: RoundState) -> None:
         begun = asyncio.get_running_loop().time()
+        deadlines = self.deadlines(state)
         collected, received, repaired = (
-            begun + share * self._limits.timeout_s for share in (_COLLECT_SHARE, _RESULT_SHARE, _REPAIR_SHARE)
+            begun + seconds for seconds in (deadlines.collect_s, deadlines.result_s, deadlines.repair_s)
         )
         plan, me = state.plan, state.me
         reducers = sorted({part.reducer for part in plan.parts} - {me})
@@ -145,6 +149,7 @@ class Exchange:
         for part in state.wanted.values():
             if part.reducer != me:
                 sources[part.reducer].add(part.index)
+        self._timing.results_s.update({r: math.inf for r, parts in sources.items() if parts})
         tasks = [asyncio.ensure_future(self._push(state, r, parts, collected)) for r, parts in senders.items() if parts]
         tasks += [asyncio.ensure_future(self._pull(state, r, parts, received)) for r, parts in sources.items() if parts]
         tasks.append(asyncio.ensure_future(self._reduce(state, collected)))
@@ -161,7 +166,12 @@ class Exchange:
     async def _push(
         self, state: RoundState, reducer: int, parts: list[tuple[Part, Contribution]], deadline: float
     ) -> None:
-        """Sends this member's contributions to one reducer. If it is gone, its results are left to `_repair`."""
+        """Sends this member's contributions to one reducer. If it is gone, its results are left to `_repair`.
+
+        Each round begins with another part, the same at all members: if time is short, it is not always the same parts
+        that come too late.
+        """
+        first = int(state.plan.round * _GOLDEN_RATIO % 1 * len(parts))
         peer_id = state.group.members[reducer].peer_id
         try:
             async with (
@@ -169,7 +179,7 @@ class Exchange:
                 open_channel(self._p2p, peer_id, self._push_name, self._limits.stall_timeout_s) as channel,
             ):
                 await channel.send_hello(group=state.group.id)
-                for part, contribution in parts:
+                for part, contribution in parts[first:] + parts[:first]:
                     frame = state.push_frame(part, contribution)
                     await channel.send(frame)
                     state.payload_bytes_sent += len(frame.payload)
@@ -184,7 +194,7 @@ class Exchange:
     ) -> None:
         """Fetches results from one member until it has sent all that are wanted, or fails."""
         peer_id = state.group.members[source].peer_id
-        remaining = set(wanted)
+        remaining, timing = set(wanted), self._timing
         max_bytes = _max_payload(state, max(state.plan.parts[i].size for i in wanted))
         try:
             async with (
@@ -215,14 +225,19 @@ class Exchange:
         finally:
             if remaining:
                 state.unreliable.add(source)
+            if not repair and (not remaining or source in state.ended):
+                timing.note_results(source)
 
     async def _reduce(self, state: RoundState, deadline: float) -> None:
         """Waits until all parts reduced here are complete, giving up contributors that fall silent or are too slow."""
         loop, stall_s = asyncio.get_running_loop(), self._limits.stall_timeout_s
+        late_s = conduct.limit_s(state.plan.usual_s, self.slack_s()) if state.plan.usual_s else math.inf
+        soon = min(loop.time() + late_s, deadline)  # until when those are waited for that are always late
         probes: dict[int, asyncio.Task[bool]] = {}
         try:
             while len(state.reduced) < state.num_to_reduce:
-                if not await self._reduced.wait(stall_s / 8):
+                until = deadline if loop.time() >= soon else soon
+                if not await self._reduced.wait(min(stall_s / 8, max(until - loop.time(), 0.0) + 0.01)):
                     now = time.monotonic()
                     for member in state.outstanding():
                         silent_s = now - self._last_heard[member]
@@ -232,9 +247,12 @@ class Exchange:
                             self._give_up(state, member, "sent nothing")
                         elif member in probes and probes[member].done() and probes[member].result():
                             self._give_up(state, member, "is gone")
-                if loop.time() > deadline:
-                    for member in state.outstanding():
+                for member in state.outstanding() if loop.time() > soon else ():
+                    if loop.time() > deadline:
                         self._give_up(state, member, "was too slow")
+                    elif self._is_late(state, member):
+                        parts = plural(state.give_up(member), "part")
+                        _LOGGER.info("%s is late as usual: %s averaged without it", self._name(state, member), parts)
         finally:
             for probe in probes.values():
                 probe.cancel()
@@ -254,6 +272,13 @@ class Exchange:
         except OSError:
             return True
         return False
+
+    def _is_late(self, state: RoundState, member: int) -> bool:
+        """Returns True if a member is not waited for longer than the median one."""
+        return member in state.plan.without_duty or state.tracks.conduct.is_late(self._name(state, member))
+
+    def _name(self, state: RoundState, member: int) -> str:
+        return state.group.members[member].peer_id
 
     def _give_up(self, state: RoundState, member: int, why: str) -> None:
         num_parts = state.give_up(member)
@@ -340,7 +365,7 @@ class Exchange:
         state, member = await self._find_round(hello.get("group"), channel.peer_id)
         owed = [part for part, _ in state.plan.pushes(member, state.me)]
         max_bytes = _max_payload(state, max((part.size for part in owed), default=0))
-        num_frames = 0
+        num_frames, timing = 0, self._timing
         try:
             while state is self._round:
                 frame = await channel.receive(max_bytes)
@@ -349,6 +374,7 @@ class Exchange:
                 if frame.kind is not FrameKind.DATA:
                     raise ProtocolError("malformed", f"a {frame.kind.name} frame among contributions")
                 self._last_heard[member] = time.monotonic()
+                timing.note_contribution(member, frame.part, len(frame.payload))
                 try:
                     state.accept(member, frame)
                 except ProtocolError as exc:

@@ -17,7 +17,7 @@ move the median of their records.
 
 A newcomer defers to the initial peers: it follows them, and leads no round before its first commit. Peers that know it
 from earlier rounds may rank it first; it says that it defers, and they turn to the next. Peers that defer themselves
-keep following it. (hivemind's matchmaking formed partial groups in our measurements, and has no notion of rounds.)
+keep following it. A peer that has lost its duties leads only if no other can.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ class Rendezvous:
     defers: Callable[[], bool]  # True while this peer leaves it to others to lead rounds
     target_round: Callable[[], int]  # the round that this peer wants to commit next
     on_called: Callable[[int], None]  # a leader calls for a round: the trainer should join as soon as its step is done
-    on_ahead: Callable[[int], None]  # others gather for the round after `target_round`: this peer may have missed one
+    on_ahead: Callable[[int], None]  # others gather for the round after `target_round`, which this peer may have missed
     leaves_out: Callable[[str], bool]  # a group that is closed here does not include this peer: it only owes, or is out
     vet: Vet  # checks that a peer may take part
     find_others: Callable[[], Awaitable[None]]  # waits for the others if this peer has slept and lost sight of them
+    has_duties: Callable[[], bool] = lambda: True  # otherwise this peer leads no round that another one can lead
     _voices: Voices = field(init=False)
     _patience: Patience = field(init=False)
     _gatherings: dict[int, Gathering] = field(default_factory=dict, init=False)
@@ -71,7 +72,7 @@ class Rendezvous:
     _following: tuple[int, str] | None = field(default=None, init=False)
     # By round: leaders that failed, also in earlier attempts.
     _failed: dict[int, set[str]] = field(default_factory=dict, init=False)
-    # Leaders that reported the round as over. They may have returned to it since; this is believed once per round.
+    # Leaders that reported the round as over. They may have returned to it since: believed once per round.
     _past: set[str] = field(default_factory=set, init=False)
     _returned: set[str] = field(default_factory=set, init=False)
     # Leaders that did not answer. Once per round, one that calls is followed again.
@@ -88,7 +89,7 @@ class Rendezvous:
 
     def __post_init__(self) -> None:
         self._patience = Patience(self.window_s)
-        self._voices = Voices(self.run_id, self.identity.peer_id, self.live_peers, self.defers)
+        self._voices = Voices(self.run_id, self.identity.peer_id, self.live_peers, self.defers, self.has_duties)
 
     def describe(self) -> Iterator[str]:
         """Lines for the log: whom this peer follows, and which rounds it gathers."""
@@ -194,8 +195,7 @@ class Rendezvous:
         gathering = self._gathering(round_number)
         better = gathering.redirect
         if better is not None and (better in failed or not self._voices.is_better(better, round_number)):
-            # It failed, or has left.
-            self._drop(round_number)
+            self._drop(round_number)  # it failed, or has left
             gathering = self._gathering(round_number)
         self._following = (round_number, self.identity.peer_id)
         while now() < deadline:
@@ -359,7 +359,7 @@ class Rendezvous:
     def _refuses(self, redirect: str, round_number: int) -> bool:
         """Returns True if this peer rejects a redirect and its sender. If it may lead, it only goes up in rank."""
         me = self.identity.peer_id
-        leads = self.reachable and not self.defers() and not self._stands_aside(round_number)
+        leads = self.reachable and self.has_duties() and not self.defers() and not self._stands_aside(round_number)
         goes_down = self._voices.may_lead(redirect) and self._voices.ranks_before(me, redirect, round_number)
         return redirect == me or (leads and goes_down)
 

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from spes_swarm.base.errors import RoundError
+from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.metrics import events
 from spes_swarm.network.announcer import Announcer
@@ -139,6 +139,7 @@ class SyncRounds:
             with self.transfer.round_under_way():
                 commit = await self.exchange.run(books)
         except RoundError:
+            run.tracks.conduct.forget_round()
             self.rendezvous.spend(group)
             self._note_failure(group, books)
             raise
@@ -170,10 +171,23 @@ class SyncRounds:
         standing.exchanged(delivered, owing - {run.identity.peer_id})
         run.roster.committed(delivered, absent | idle)
         books.record_commit(run.tracks)
+        self._note_duties(group, books.plan)
         if (alarm := run.tracks.standstill()) is not None:
             self.exchange.on_fault(run.identity.peer_id, alarm)
         staying = [member.peer_id for member in group.members if not member.statement.leaving]
         run.roster.vouch(staying, for_s=run.run.round.progress_ttl_s)
+
+    def _note_duties(self, group: Group, plan: Plan) -> None:
+        """Notes who has no duty, and says so when that changes."""
+        standing, tracks = self.run_state.roster.standing, self.run_state.tracks
+        before = standing.without_duty
+        standing.without_duty = frozenset(group.members[i].peer_id for i in plan.without_duty)
+        for peer_id in standing.without_duty - before:
+            own = ", ".join(tracks.conduct.doubts(peer_id, plan.round)) or "nothing"
+            what = f"most members doubt it: it reduces nothing and leads no round (faults seen here: {own})"
+            self.exchange.on_fault(peer_id, ProtocolError("duty", what))
+        for peer_id in before - standing.without_duty:
+            _LOGGER.info("%s has its duties again", peer_id)
 
     def _reassign(self, group: Group, plan: Plan, leaving: bool) -> ExpertChange:
         """Determines which experts this peer trains from now on."""

@@ -19,6 +19,7 @@ class Voices:
     peer_id: str  # this peer
     live_peers: Callable[[], Collection[Neighbour]]
     defers: Callable[[], bool]
+    may_lead_itself: Callable[[], bool] = lambda: True  # this peer has not lost its duties
 
     def others(self) -> set[str]:
         """The other peers whose claims count here; all of them for a peer that defers, which has no members yet."""
@@ -28,19 +29,20 @@ class Voices:
     def best_leader(self, round_number: int, failed: Collection[str], reachable: bool) -> str | None:
         """Returns the best-ranked peer that may lead a round and has not failed.
 
-        `reachable`: others can connect to this peer.
+        `reachable`: others can connect to this peer. Peers without duty lead only if nobody else can.
         """
         able = [n for n in self.live_peers() if n.reachable and n.peer_id not in failed]
-        candidates = [n.peer_id for n in able if n.has_voice]
+        voices = [n for n in able if n.has_voice]
         if self.defers():
-            candidates = candidates or [n.peer_id for n in able]
+            voices = voices or able
         elif reachable and self.peer_id not in failed:
-            candidates.append(self.peer_id)
+            voices.append(Neighbour(self.peer_id, reachable, may_lead=self.may_lead_itself()))
+        candidates = [n.peer_id for n in voices if n.may_lead] or [n.peer_id for n in voices]
         return min(candidates, key=lambda peer: rank(self.run_id, round_number, peer), default=None)
 
     def is_better(self, leader: str, round_number: int) -> bool:
         """Returns True if a peer may lead a round and ranks before this one."""
-        able = {n.peer_id for n in self.live_peers() if n.reachable and n.has_voice}
+        able = {n.peer_id for n in self.live_peers() if n.reachable and n.has_voice and n.may_lead}
         return leader in able and self.ranks_before(leader, self.peer_id, round_number)
 
     def ranks_before(self, leader: str, other: str, round_number: int) -> bool:
@@ -48,8 +50,8 @@ class Voices:
         return rank(self.run_id, round_number, leader) < rank(self.run_id, round_number, other)
 
     def may_lead(self, peer_id: str) -> bool:
-        """Returns True if a peer is live and can be connected to."""
-        return any(n.peer_id == peer_id and n.reachable for n in self.live_peers())
+        """Returns True if a peer is live, can be connected to and has not lost its duties."""
+        return any(n.peer_id == peer_id and n.reachable and n.may_lead for n in self.live_peers())
 
     def are_most(self, peers: Iterable[str], absent: Collection[str] = ()) -> bool:
         """Returns True if these are enough of the voices not `absent` to move the median of their claims."""

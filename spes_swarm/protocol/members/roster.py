@@ -151,7 +151,13 @@ class Roster:
         patience = self.standing.patience(training, window_s)
         voices = self.standing.voices(training)
         return [
-            Neighbour(peer, view.progress.reachable, has_voice=peer in voices, patience_s=patience[peer])
+            Neighbour(
+                peer,
+                view.progress.reachable,
+                has_voice=peer in voices,
+                patience_s=patience[peer],
+                may_lead=peer not in self.standing.without_duty,
+            )
             for peer, view in training.items()
         ]
 

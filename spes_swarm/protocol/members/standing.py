@@ -8,10 +8,10 @@ resumes from disk), or one that finds none of its initial peers, follows all pee
 
 How long a round waits for a peer follows from the same history. A punctual member is waited for until the window ends
 (longer while it still follows a leader that failed: see rendezvous.py), and one that has missed two of its last eight
-rounds for a tenth of a round's length, but at least for a quarter of a second, or it could never come back to a swarm
-with short rounds. A peer that has never taken part is waited for once, if it answers calls, and only if no recent round
-has waited for a newcomer in vain: otherwise an attacker with a new identity for each round could double the length of
-all rounds.
+rounds, or has no duty, for a tenth of a round's length, but at least for a quarter of a second, or it could never come
+back to a swarm with short rounds. A peer that has never taken part is waited for once, if it answers calls, and only if
+no recent round has waited for a newcomer in vain: otherwise an attacker with a new identity for each round could double
+the length of all rounds.
 
 A peer that has never taken part and delivers nothing of what it owes in two groups in a row is left out of the next
 eight, twice as many after each further one: otherwise it could stop a founder that is still alone, whose rounds then
@@ -48,6 +48,7 @@ class Neighbour:
     reachable: bool
     has_voice: bool = True  # its claims count
     patience_s: float = math.inf  # how long a round waits for it; the window or more: until it ends
+    may_lead: bool = True  # it has not lost its duties
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class Standing:
     """
 
     def __init__(self, initial_peers: Collection[str] = ()) -> None:
+        self.without_duty: frozenset[str] = frozenset()  # by the last group; see rounds/vouchers.py
         self._initial_peers = frozenset(initial_peers)
         self._follows = False
         self._members: OrderedDict[str, _Member] = OrderedDict()
@@ -164,6 +166,11 @@ class Standing:
         """Returns True if a round that this peer leads is held without a peer, since it only owes."""
         return self._num_groups < self._idle.get(peer_id, (0, 0))[1]
 
+    @property
+    def grace_s(self) -> float:
+        """What a member may take longer than the others: a share of a round, in seconds; inf before two commits."""
+        return max(GRACE_SHARE * self._round_s, MEMBER_GRACE_S)
+
     def patience(self, peers: Iterable[str], window_s: float) -> dict[str, float]:
         """How long a round waits for each of these live peers, in seconds; at most `window_s`."""
         peers = set(peers)
@@ -189,7 +196,8 @@ class Standing:
             return 0.0
         member = self._members.get(peer_id)
         if member is not None:
-            return math.inf if sum(member.missed) <= _TOLERATED_MISSES else GRACE_SHARE
+            punctual = sum(member.missed) <= _TOLERATED_MISSES and peer_id not in self.without_duty
+            return math.inf if punctual else GRACE_SHARE
         if peer_id in newcomers:
             return NEWCOMER_SHARE if self._members else math.inf
         return GRACE_SHARE if peer_id in self._answered else 0.0

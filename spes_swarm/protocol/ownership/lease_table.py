@@ -92,10 +92,12 @@ class Leases:
         """Applies `reassign` to the group that has committed, and takes this peer's row of the outcome."""
         before = {member.peer_id: set(member.statement.held) for member in group.members}
         after = {peer: set(held) for peer, held in reassign_group(group, plan, self._num_experts, self._rules).items()}
+        idle = {group.members[i].peer_id for i in plan.without_duty}
+        give = [peer for peer in before if peer not in idle]  # whose moments are taken
         new = after.get(self._me, set())
         mine = set(self.held)
-        givers = {e: tuple(p for p in before if e in before[p] - after.get(p, set())) for e in new - mine}
-        takers = {e: tuple(p for p in after if e in after[p] - before[p]) for e in mine - new}
+        givers = {e: tuple(p for p in give if e in before[p] - after.get(p, set())) for e in new - mine}
+        takers = {e: tuple(p for p in after if e in after[p] - before[p]) for e in mine - new if self._me in give}
         self.held = tuple(sorted(new))
         return ExpertChange(self.held, givers, takers)
 

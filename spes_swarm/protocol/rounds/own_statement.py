@@ -15,7 +15,7 @@ from spes_swarm.base.arrays import FloatArray, sum_of_squares
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.ownership.lease_table import Leases
-from spes_swarm.protocol.rounds.statement import MAX_RMS, Statement
+from spes_swarm.protocol.rounds.statement import MAX_PACE, MAX_RMS, Statement
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 
 _CHUNK = 1 << 20  # elements: the difference of a whole block would take as much memory as the block
@@ -54,6 +54,7 @@ def make_statement(
         rms=work.rms,
         usual_rms=list(tracks.usual_rms),
         vouched=tracks.to_vouchers(work.round),
+        pace=min(tracks.conduct.pace, MAX_PACE),
         bandwidth_mbps=bandwidth_mbps,
         reachable=reachable,
         versions=list(reference.versions),

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from statistics import median_low
 
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
@@ -31,14 +32,23 @@ from spes_swarm.protocol.rounds.clipping import (
     usual_rms,
 )
 from spes_swarm.protocol.rounds.statement import Group, Member
-from spes_swarm.protocol.rounds.vouchers import MAX_EARNED_RATIO, granted_ratios, may_reduce
+from spes_swarm.protocol.rounds.vouchers import (
+    MAX_EARNED_RATIO,
+    granted_ratios,
+    may_reduce,
+    measured_rates,
+    without_duty,
+)
 
 # Blocks are not cut into smaller parts than this, or headers would outweigh the payload.
 MIN_PART_ELEMENTS = 1024
 # With fewer parts than this per possible reducer of a block, the shares of the reducing would be uneven.
 PARTS_PER_MEMBER = 16
-# No member reduces more than this many times an equal share, whatever bandwidth it declares, if another one can.
+# No member reduces more than this many times an equal share, however fast it is, if another one can; and one whose
+# upload rate the others have not measured, no more than an equal share.
 MAX_REDUCING_SHARE = 2.0
+# Upload rates that differ by no more than this factor from the median count as equal: busy machines differ by that much.
+RATE_TOLERANCE = 2.0
 # A claim above this many times the median tokens is absurd; honest ones reach it at most in a round called early.
 _ABSURD_RATIO = 1e4
 
@@ -138,6 +148,8 @@ class Plan:
     # Experts that this round does not synchronise: their holders' work since the last synchronisation is not in the
     # reference, and stays in their live weights.
     deferred: frozenset[int] = frozenset()
+    without_duty: frozenset[int] = frozenset()  # members that most doubt; see vouchers.without_duty
+    pace: float = 0.0  # seconds that a member usually takes for 10^6 values that it sends; 0 if unknown
 
     def block_of(self, part: Part) -> BlockPlan:
         """The plan of the part's block."""
@@ -154,6 +166,30 @@ class Plan:
             for contribution in self.block_of(part).contributions
             if contribution.member == sender
         ]
+
+    @cached_property
+    def sent_elements(self) -> Counter[int]:
+        """By member: number of values that it sends to other members that reduce them."""
+        sizes: Counter[int] = Counter()
+        own: Counter[tuple[int, int]] = Counter()
+        for part in self.parts:
+            sizes[part.block] += part.size
+            own[part.block, part.reducer] += part.size
+        sent: Counter[int] = Counter()
+        for index, block in self.blocks.items():
+            for contribution in block.contributions:
+                sent[contribution.member] += sizes[index] - own[index, contribution.member]
+        return sent
+
+    @property
+    def heals(self) -> bool:
+        """Returns True if a member has another base, so that full values are sent."""
+        return any(len(block.in_base) < self.num_members for block in self.blocks.values())
+
+    @property
+    def usual_s(self) -> float:
+        """How long a member usually takes to send its contributions in such a round, in seconds; 0 if unknown."""
+        return self.pace * 1e-6 * max(self.sent_elements.values(), default=0)
 
     def wanted(self, member: int) -> list[Part]:
         """The parts whose results a member wants."""
@@ -214,7 +250,14 @@ def make_plan(
     claims = tuple(bounds.claim(i, made[i], blocks.get(SHARED_BLOCK)) for i in range(len(members)))
     shared_rms, expert_rms = median_rms(bounds.stated)
     lengths = shared_rms, expert_rms if experts else None
-    return Plan(group.round, len(members), blocks, tuple(parts), claims, lengths, frozenset(deferred))
+    idle, pace = reducers.without_duty, _usual_pace(members)
+    return Plan(group.round, len(members), blocks, tuple(parts), claims, lengths, frozenset(deferred), idle, pace)
+
+
+def _usual_pace(members: Sequence[Member]) -> float:
+    """Lower median of the stated paces; 0 if there is none."""
+    paces = [member.statement.pace for member in members if member.statement.pace > 0]
+    return median_low(paces) if paces else 0.0
 
 
 class _Bounds:
@@ -369,19 +412,37 @@ def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> list[tup
     return [(i, min(float(count), bounds.ratios[i] * median)) for i, count in raw.items() if count > 0]
 
 
+def _without_noise(rates: Sequence[float | None]) -> list[float | None]:
+    """Rates in which those within RATE_TOLERANCE of the median are the same."""
+    middle = median_low([rate for rate in rates if rate is not None] or [1.0])
+    lowest, highest = middle / RATE_TOLERANCE, middle * RATE_TOLERANCE
+    return [middle if rate is not None and lowest <= rate <= highest else rate for rate in rates]
+
+
 class _Reducers:
-    """Chooses the reducers of parts, so that loads follow the declared bandwidths within MAX_REDUCING_SHARE."""
+    """Chooses the reducers of parts, so that loads follow the measured upload rates within MAX_REDUCING_SHARE.
+
+    A declared bandwidth only lowers a rate, and stands for it at a member that nobody has measured yet.
+    """
 
     def __init__(self, members: Sequence[Member], num_elements: int) -> None:
         """`num_elements`: of all parts."""
         self._members = members
-        self._trusted = may_reduce([m.peer_id for m in members], [m.statement.vouched for m in members])
-        self._bandwidth = [member.statement.bandwidth_mbps for member in members]
+        ids, vouched = [m.peer_id for m in members], [m.statement.vouched for m in members]
+        idle = without_duty(ids, vouched)
+        self.without_duty = frozenset(i for i, without in enumerate(idle) if without)
+        self._trusted = [may and not without for may, without in zip(may_reduce(ids, vouched), idle, strict=True)]
+        measured = _without_noise(measured_rates(ids, vouched))
+        self._rate = [
+            min(member.statement.bandwidth_mbps, math.inf if rate is None else rate)
+            for member, rate in zip(members, measured, strict=True)
+        ]
         self._elements = [0] * len(members)  # that each member reduces
         num_able = sum(
             member.statement.reachable and trusted for member, trusted in zip(members, self._trusted, strict=True)
         )
-        self._most = MAX_REDUCING_SHARE * num_elements / max(num_able, 1)
+        equal_share = num_elements / max(num_able, 1)
+        self._most = [equal_share * (1.0 if rate is None else MAX_REDUCING_SHARE) for rate in measured]
 
     def candidates(self, block_plan: BlockPlan, *, prefer_contributors: bool) -> list[int]:
         """Members that may reduce a block: reachable, trusted and holding the base; for an expert its contributors, if
@@ -396,8 +457,9 @@ class _Reducers:
 
     def choose(self, candidates: Sequence[int], size: int) -> int:
         """The candidate that would be done first with a part of so many elements."""
-        open_to = [m for m in candidates if self._elements[m] + size <= self._most] or candidates
-        done = {m: (self._elements[m] + size) / self._bandwidth[m] for m in open_to}
+        fitting = [m for m in candidates if self._elements[m] + size <= self._most[m]]
+        open_to = fitting or [m for m in candidates if self._elements[m] < self._most[m]] or candidates
+        done = {m: (self._elements[m] + size) / self._rate[m] for m in open_to}
         reducer = min(open_to, key=lambda m: (done[m], self._members[m].peer_id))
         self._elements[reducer] += size
         return reducer

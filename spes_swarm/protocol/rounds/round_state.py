@@ -89,9 +89,7 @@ class RoundState:
     plan: Plan
     me: int
     reference: Reference
-    live_N: (
-        FloatArray  # this member's live weights; the commit changes the shared and held blocks, which alone are read
-    )
+    live_N: FloatArray  # this member's live weights: the shared and held blocks, which alone are read and changed
     codec: Codec
     bounds: Bounds
     tracks: TrackRecords = field(default_factory=TrackRecords)  # this peer's record of the others
@@ -122,9 +120,9 @@ class RoundState:
         self._accumulators: dict[int, _Accumulator] = {}
         for part in plan.parts:
             if part.reducer == me:
-                contributions = plan.block_of(part).contributions
-                self._accumulators[part.index] = _Accumulator({c.member for c in contributions})
+                self._accumulators[part.index] = _Accumulator({c.member for c in plan.block_of(part).contributions})
         self.num_to_reduce = len(self._accumulators)
+        self.given_up: set[int] = set()  # members whose contributions are no longer awaited
         self.refused: set[int] = set()  # members whose contributions were refused
         self.own_faults: list[ProtocolError] = []  # why parts of this member's own work are not in its averages
         for index in list(self._accumulators):
@@ -187,16 +185,16 @@ class RoundState:
                 that a wrong form, weight or value makes the part complete without this member.
         """
         accumulator = self._accumulators.get(frame.part)
-        if accumulator is None:
+        if accumulator is None or member in self.given_up:
             if 0 <= frame.part < len(self.plan.parts) and self.plan.parts[frame.part].reducer == self.me:
-                return  # completed without this member: it arrived too late
+                return  # it arrived too late
             raise ProtocolError("part", f"part {frame.part} is not reduced here")
         part = self.plan.parts[frame.part]
         contribution = self._contribution(part, member)
         if contribution is None:
             raise ProtocolError("part", f"the sender does not contribute to part {frame.part}")
         if member not in accumulator.outstanding:
-            raise ProtocolError("duplicate", f"part {frame.part} arrived twice, or after it was given up")
+            raise ProtocolError("duplicate", f"part {frame.part} arrived twice")
         try:
             if frame.form != contribution.form:
                 raise ProtocolError("form", f"part {frame.part} has form {frame.form}, not {contribution.form}")
@@ -263,6 +261,7 @@ class RoundState:
 
     def give_up(self, member: int) -> int:
         """Stops waiting for a contributor; returns the number of parts that it still owed."""
+        self.given_up.add(member)
         awaited = [i for i, a in self._accumulators.items() if member in a.outstanding]
         for index in awaited:
             self._accumulators[index].outstanding.discard(member)

@@ -23,6 +23,7 @@ from spes_swarm.protocol.rounds.vouchers import MAX_VOUCHED, VOUCHER_BYTES
 KIND = "statement"
 DIGEST_BYTES = 32
 MAX_ROUND = 1 << 40
+MAX_PACE = 1e9
 MAX_RMS = 1e30  # of a difference: the squares of larger ones overflow
 _MAX_TOKENS = 1 << 48
 _MAX_EXPERTS = 1 << 20
@@ -47,7 +48,7 @@ class Statement(SignedModel):
     usual_rms: Annotated[list[_Length], Field(min_length=2, max_length=2)]
     # What other members have delivered and earned in earlier commits; see vouchers.py.
     vouched: Annotated[bytes, Field(max_length=MAX_VOUCHED * VOUCHER_BYTES)]
-    # Upload speed; determines its share of the reducing.
+    # Upload speed, as declared: it can only lower the share of the reducing that was measured.
     bandwidth_mbps: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
     reachable: bool  # False in client mode: others cannot open connections to it, so it reduces nothing
     versions: list[_Round]  # for each block, the round of its last change
@@ -60,6 +61,8 @@ class Statement(SignedModel):
     fixed: bool  # its user has named its experts: it adopts no others
     leaving: bool  # this is its last round
     leased: bytes  # bitmap of the experts on which it sees others' unexpired leases
+    # Seconds that the median member recently took for 10^6 values that it sends; 0 if unknown. See conduct.py.
+    pace: Annotated[float, Field(ge=0, le=MAX_PACE, allow_inf_nan=False)] = 0.0
     # To a private run, so that all members of a group know each other; see protocol/admission/grants.py.
     admission: Annotated[bytes, Field(max_length=MAX_ADMISSION_BYTES)] = b""
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
+from spes_swarm.protocol.rounds.conduct import Conduct
 from spes_swarm.protocol.rounds.vouchers import MAX_EARNED_RATIO, vouchers
 
 # Consecutive commits in which a larger ratio must have been claimed and borne out before the earned ratio doubles.
@@ -30,6 +31,7 @@ class TrackRecords:
     """Counts the others' commits and remembers what they claimed."""
 
     def __init__(self) -> None:
+        self.conduct = Conduct()
         self.usual_rms = (0.0, 0.0)  # usual RMS of differences of the shared block and of experts
         self._commits: dict[str, int] = {}  # shared with each peer
         self._last_commit: dict[str, int] = {}
@@ -93,7 +95,9 @@ class TrackRecords:
         self._failed = recent | dict.fromkeys(peers, round_number)
 
     def may_reduce(self, peer_id: str, round_number: int) -> bool:
-        """Returns True if a peer has delivered in recent rounds; see RECENT_ROUNDS."""
+        """Returns True if a peer has delivered in recent rounds, and in time; see RECENT_ROUNDS and conduct.py."""
+        if self.conduct.rests(peer_id, round_number):
+            return False
         delivered, failed = self._delivered.get(peer_id), self._failed.get(peer_id)
         oldest = round_number - RECENT_ROUNDS
         return delivered is not None and delivered >= oldest and (failed is None or failed < oldest)
@@ -135,4 +139,11 @@ class TrackRecords:
     def to_vouchers(self, round_number: int) -> bytes:
         """The vouchers for this peer's statement of a round."""
         reducers = {peer_id for peer_id in self._delivered if self.may_reduce(peer_id, round_number)}
-        return vouchers({peer_id: self.earned(peer_id) for peer_id in self._borne_out}, reducers, round_number)
+        recent = {peer for peer, last in self._delivered.items() if last >= round_number - RECENT_ROUNDS}
+        return vouchers(
+            {peer_id: self.earned(peer_id) for peer_id in self._borne_out},
+            reducers,
+            round_number,
+            doubted=self.conduct.doubted(round_number),
+            rates={peer_id: rate for peer_id, rate in self.conduct.rates().items() if peer_id in recent},
+        )

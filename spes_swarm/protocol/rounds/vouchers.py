@@ -1,52 +1,72 @@
-"""Vouchers: members confirm what a peer has done in recent commits.
+"""Vouchers: members confirm what a peer has done in recent commits, and say whom they doubt.
 
 Anybody can sign a statement, so a statement alone earns nothing. Every member counts for itself what the others have
-delivered in the commits that it shared with them (see track_record.py), and vouches for them in its statement:
+delivered in the commits that it shared with them (see track_record.py), and says so in its statement:
 
 - A peer may reduce if its contributions are in recent results and none of the parts that it reduced were missing. A
   peer that has delivered nothing would otherwise hold up, or falsify, every part that its declared bandwidth attracts.
 - One absurd token count must not decide an average, so no member initially weighs more than twice the median. A faster
   peer earns a larger ratio by commits in which it claimed that ratio and its contributions were in order. A ratio is
   granted if more than half of the other members vouch for it.
+- A peer that failed in several recent rounds is doubted (see conduct.py). One that more than half of the trusted
+  members doubt has no duty: it reduces nothing, leads no round, gives no moments, and is not waited for.
+- The upload rate that was measured decides how much a peer reduces; what it declares itself only lowers that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
+from statistics import median_low
 
 from blake3 import blake3
 
 from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
 
 _MARK_BYTES = 8
-VOUCHER_BYTES = _MARK_BYTES + 1  # the first bytes of a digest of the peer id; then the ratio, and whether it may reduce
-MAX_VOUCHED = 128  # peers that one statement can vouch for: 1,152 bytes
+# The first bytes of a digest of the peer id; a byte with the ratio and two flags; the code of the rate.
+VOUCHER_BYTES = _MARK_BYTES + 2
+MAX_VOUCHED = 128  # peers that one statement can name: 1,280 bytes
 MAX_EARNED_RATIO = 16.0
-_REDUCES = 0x80  # flag in the byte of the ratio
+_REDUCES, _DOUBTED, _RATIO = 0x80, 0x40, 0x3F  # flags in the byte of the ratio
+# Code c of a rate means 2^((c - _CODE_OF_ONE) / _CODES_PER_DOUBLING) Mbit/s; 0 is none. From 1 kbit/s on.
+_CODES_PER_DOUBLING, _CODE_OF_ONE = 4, 41
 
 
-def vouchers(earned: Mapping[str, float], reducers: Collection[str] = (), round_number: int = 0) -> bytes:
-    """Encodes earned ratios and the peers that may reduce, for a statement of a round.
+def vouchers(
+    earned: Mapping[str, float],
+    reducers: Collection[str] = (),
+    round_number: int = 0,
+    *,
+    doubted: Collection[str] = (),
+    rates: Mapping[str, float] | None = None,
+) -> bytes:
+    """Encodes earned ratios, the peers that may reduce, those that are doubted, and measured rates (Mbit/s).
 
-    If there are too many, it names those with the largest ratios, and of the others a selection that changes from round
-    to round and is the same at all members.
+    If there are too many, it names those that it doubts and those with the largest ratios, and of the others a
+    selection that changes from round to round and is the same at all members.
     """
+    codes = {peer_id: _rate_code(rate) for peer_id, rate in (rates or {}).items()}
     ratios = {peer_id: int(ratio) for peer_id, ratio in earned.items() if int(ratio) > MAX_WEIGHT_RATIO}
-    peers = ratios.keys() | set(reducers)
+    said = {
+        peer_id: ratios.get(peer_id, 0) | _REDUCES * (peer_id in reducers) | _DOUBTED * (peer_id in doubted)
+        for peer_id in {*ratios, *reducers, *doubted, *codes}
+    }
     salt = round_number.to_bytes(8, "little")
-    chosen = sorted(peers, key=lambda peer_id: (-ratios.get(peer_id, 0), blake3(salt + peer_id.encode()).digest()))
-    return b"".join(
-        _mark(peer_id) + bytes([ratios.get(peer_id, 0) | (_REDUCES if peer_id in reducers else 0)])
-        for peer_id in chosen[:MAX_VOUCHED]
-    )
+
+    def order(peer_id: str) -> tuple[bool, int, bytes]:
+        return peer_id not in doubted, -ratios.get(peer_id, 0), blake3(salt + peer_id.encode()).digest()
+
+    chosen = sorted(said, key=order)[:MAX_VOUCHED]
+    return b"".join(_mark(peer_id) + bytes([said[peer_id], codes.get(peer_id, 0)]) for peer_id in chosen)
 
 
 def granted_ratios(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[float]:
     """The multiple of the median up to which each member's tokens count, from the statements' `vouched` fields."""
     votes: list[list[float]] = [[] for _ in peer_ids]
     for named in _named(peer_ids, vouched):
-        for member, value in named.items():
-            votes[member].append(float(value & ~_REDUCES))
+        for member, (value, _) in named.items():
+            votes[member].append(float(value & _RATIO))
     needed = (len(peer_ids) - 1) // 2 + 1  # more than half of the other members
     return [_granted(sorted(ratios, reverse=True), needed) for ratios in votes]
 
@@ -60,22 +80,60 @@ def may_reduce(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[bool]:
     """
     votes = [0] * len(peer_ids)
     for named in _named(peer_ids, vouched):
-        for member, value in named.items():
-            votes[member] += value >= _REDUCES
+        for member, (value, _) in named.items():
+            votes[member] += value & _REDUCES > 0
     most = max(votes, default=0)
     return [most == 0 or 2 * count > most for count in votes]
 
 
-def _named(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[dict[int, int]]:
-    """What each member says of the others: member index -> byte. Nobody vouches for itself."""
+def without_duty(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[bool]:
+    """Which members have no duty: those that more than half of the other trusted members doubt, and at least two.
+
+    Trusted are those that may reduce, so that strangers change nothing. Of two members neither can tell the group
+    which one of them has failed.
+    """
+    trusted = may_reduce(peer_ids, vouched)
+    votes = [0] * len(peer_ids)
+    for voter, named in enumerate(_named(peer_ids, vouched)):
+        for member, (value, _) in named.items():
+            votes[member] += trusted[voter] and value & _DOUBTED > 0
+    voters = [sum(trusted) - trusted[member] for member in range(len(peer_ids))]
+    return [count >= 2 and 2 * count > others for count, others in zip(votes, voters, strict=True)]
+
+
+def measured_rates(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[float | None]:
+    """Each member's upload rate, in Mbit/s: the lower median of what the others have measured.
+
+    None for one whom no more than half of the others have measured.
+    """
+    codes: list[list[int]] = [[] for _ in peer_ids]
+    for named in _named(peer_ids, vouched):
+        for member, (_, code) in named.items():
+            if code:
+                codes[member].append(code)
+    enough = (len(peer_ids) - 1) // 2 + 1
+    return [_rate(median_low(said)) if len(said) >= enough else None for said in codes]
+
+
+def _rate_code(rate_mbps: float) -> int:
+    return min(max(round(_CODE_OF_ONE + _CODES_PER_DOUBLING * math.log2(max(rate_mbps, 1e-9))), 1), 0xFF)
+
+
+def _rate(code: int) -> float:
+    return float(2 ** ((code - _CODE_OF_ONE) / _CODES_PER_DOUBLING))
+
+
+def _named(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[dict[int, tuple[int, int]]]:
+    """What each member says of the others: member index -> (flags and ratio, code of the rate), none of itself."""
     index_of = {_mark(peer_id): i for i, peer_id in enumerate(peer_ids)}
-    said: list[dict[int, int]] = []
+    said: list[dict[int, tuple[int, int]]] = []
     for voter, data in enumerate(vouched):
-        named: dict[int, int] = {}
+        named: dict[int, tuple[int, int]] = {}
         for start in range(0, len(data), VOUCHER_BYTES):
+            value, code = data[start + _MARK_BYTES : start + VOUCHER_BYTES]
             member = index_of.get(data[start : start + _MARK_BYTES])
             if member is not None and member != voter:
-                named[member] = data[start + _MARK_BYTES]  # if a peer is named twice, the last entry counts
+                named[member] = value, code  # if a peer is named twice, the last entry counts
         said.append(named)
     return said
 

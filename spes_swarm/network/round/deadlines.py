@@ -1,0 +1,106 @@
+"""How long an exchange waits for others, and what it measures of them.
+
+A deadline for each message is not enough: a hostile member could keep all others waiting with a trickle of valid
+messages and let the whole exchange time out. So the phases of an exchange have deadlines, too. First, reducers stop
+waiting for contributions; then all members stop waiting for reducers; last, they stop waiting for members that report
+that they have not finished. The deadlines follow what the group's members measured in earlier exchanges, and are never
+longer than shares of the configured timeout.
+
+A member that is known to be late is not waited for until these deadlines; see protocol/rounds/conduct.py.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Self
+
+from spes_swarm.config.run import RoundConfig
+from spes_swarm.protocol.rounds.conduct import Delivery
+from spes_swarm.protocol.rounds.plan import Plan
+
+# Of the configured timeout, if nothing was measured: for contributions, for results, for repairs.
+_SHARES = (0.5, 0.75, 0.9)
+# Otherwise, as multiples of the first one, which is _PATIENCE times what is usual and half a stall timeout on top.
+_MULTIPLES = (1.0, 1.5, 2.0)
+_PATIENCE = 4.0
+# Full values take so many times the bytes of differences in int4, the shortest codec.
+_FULL_VALUES = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeLimits:
+    """The configured bounds of an exchange, in seconds."""
+
+    stall_timeout_s: float  # a peer that sends no byte for this long is out of this round
+    timeout_s: float  # the whole exchange
+
+    @classmethod
+    def of(cls, config: RoundConfig) -> Self:
+        """The limits of a run."""
+        return cls(config.stall_timeout_s, config.timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """When the phases of an exchange end, in seconds after its beginning."""
+
+    collect_s: float  # reducers give up contributors
+    result_s: float  # all give up reducers
+    repair_s: float  # all give up those that have not finished
+
+    @classmethod
+    def of(cls, limits: ExchangeLimits, plan: Plan) -> Self:
+        """The deadlines of an exchange by this plan."""
+        longest = [share * limits.timeout_s for share in _SHARES]
+        if plan.usual_s <= 0:
+            return cls(*longest)
+        usual_s = plan.usual_s * (_FULL_VALUES if plan.heals else 1.0)
+        collect_s = _PATIENCE * usual_s + limits.stall_timeout_s / 2
+        return cls(*(min(most, multiple * collect_s) for most, multiple in zip(longest, _MULTIPLES, strict=True)))
+
+
+@dataclass(eq=False)
+class Timing:
+    """What one peer measures in one exchange. Times are seconds after its beginning."""
+
+    plan: Plan
+    me: int
+    begun: float = field(default_factory=time.monotonic)
+    results_s: dict[int, float] = field(default_factory=dict)  # by reducer: when all of its results were here
+    _arrived: Counter[int] = field(default_factory=Counter)  # elements that each member has delivered
+    _num_bytes: Counter[int] = field(default_factory=Counter)
+    _heard_s: dict[int, float] = field(default_factory=dict)  # by member: when its last contribution arrived
+
+    def passed_s(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.begun
+
+    def note_contribution(self, member: int, part: int, num_bytes: int) -> None:
+        """Notes a contribution that has arrived, whatever becomes of it."""
+        if 0 <= part < len(self.plan.parts):
+            self._arrived[member] += self.plan.parts[part].size
+        self._num_bytes[member] += num_bytes
+        self._heard_s[member] = self.passed_s()
+
+    def note_results(self, reducer: int) -> None:
+        """Notes that a reducer has delivered all of its results."""
+        self.results_s[reducer] = self.passed_s()
+
+    def deliveries(self) -> dict[int, Delivery]:
+        """What each member that owes this peer contributions has delivered."""
+        found: dict[int, Delivery] = {}
+        for member in range(self.plan.num_members):
+            owed = sum(part.size for part, _ in self.plan.pushes(member, self.me))
+            if owed:
+                sent = self.plan.sent_elements[member]
+                whole = self._arrived[member] >= owed
+                found[member] = Delivery(
+                    elements=sent,
+                    share=min(1.0, self._arrived[member] / owed),
+                    num_bytes=self._num_bytes[member] * sent / owed,
+                    contributed_s=self._heard_s[member] if whole else math.inf,
+                )
+        return found
