@@ -1,15 +1,17 @@
-"""Measures the cost of attackers for four honest peers: eval loss, pace, recovery, and which peers are named.
+"""Measures the cost of attackers for honest peers: eval loss, pace, recovery, and which peers are named.
 
     .venv/bin/python scripts/attack.py --rounds 20 --seeds 3 --kinds loud ghosts
+    .venv/bin/python scripts/attack.py --rounds 24 --honest 6 --hostile 2 --kinds slow late-leader
 
-A fifth member contributes noise from the first round on (see tests/helpers/noise_peer.py), or claims all experts
-(`claimant`, otherwise honest); `fifth` is honest, and shows the cost of a fifth process on the same cores. Strangers
-that never take part (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of all four;
-intruders, which only submit statements (`silent`, `absent`, `lying`, `owing`; see tests/helpers/intruder.py), before
-it. The
-attacker is killed after round --rounds, and the honest peers train for two more rounds. The baseline of each seed is a
-run without an attacker. All peers are real processes on this machine. Prints a line for each run and the means over
-the seeds, and writes JSON.
+Besides --honest peers, --hostile attackers of one kind run, each with an identity of its own. Members take part from
+the first round on: they contribute noise (see tests/helpers/noise_peer.py), keep the others waiting (`slow`,
+`slow-push`, `slow-pull`, `late-leader`; see tests/helpers/slow_peer.py), or claim all experts (`claimant`, otherwise
+honest); `fifth` is honest, and shows the cost of another process on the same cores. Strangers that never take part
+(`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of all honest peers; intruders, which
+only submit statements (`silent`, `absent`, `lying`, `owing`; see tests/helpers/intruder.py), before it. The attackers
+are killed after round --rounds, and the honest peers train for two more rounds. The baseline of each seed is a run
+without attackers. All peers are real processes on this machine. Prints a line for each run and the means over the
+seeds, and writes JSON.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -28,19 +32,20 @@ from pathlib import Path
 import yaml
 
 from scripts.testing.chaos.peer import accuses
-from scripts.testing.local_peer import LocalPeer
+from scripts.testing.local_peer import Event, LocalPeer
 from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.protocol.members.identity import Identity
 
 ROOT = Path(__file__).parent.parent
-NUM_HONEST = 4
 RECOVERY_ROUNDS = 2
 LOOPBACK = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
 NOISE = ("loud", "measured", "understated", "reducer")
 STRANGERS = ("clock", "ghosts")
+SLOW = ("slow", "slow-push", "slow-pull", "late-leader")
 INTRUDERS = ("silent", "absent", "lying", "owing")
 EXPERTS = {"claimant": "0,1,2,3,4,5,6,7", "fifth": "auto"}
-KINDS = (*NOISE, *EXPERTS, *STRANGERS, *INTRUDERS)
+MEMBERS = (*NOISE, *SLOW, *EXPERTS)
+KINDS = (*MEMBERS, *STRANGERS, *INTRUDERS)
 PATIENCE_S = 600.0
 
 
@@ -51,95 +56,120 @@ class Outcome:
     kind: str
     seed: int
     losses: tuple[float, float]  # eval loss in the last round of the attack, and RECOVERY_ROUNDS later
-    seconds_per_round: float  # median
+    seconds_per_round: float  # median: what a usual round takes
+    mean_seconds_per_round: float  # which shows attacks that strike in some rounds only
     group_seconds: float  # of these, until the group was complete; median
     steps: float  # of an honest peer until the end of the attack, on average
-    named_by: dict[str, int]  # `fault` events of honest peers about the attacker, by kind
+    named_by: dict[str, int]  # `fault` events of honest peers about the attackers, by kind
     accused: dict[str, int]  # the same about honest peers, as liars or laggards
     parts_missing: int
 
 
+@dataclass(frozen=True)
+class Attacker:
+    """An attacking process."""
+
+    directory: Path
+    peer_id: str
+    process: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(cls, directory: Path, kind: str, addresses: list[str], size: float) -> Attacker:
+        """Starts the process, with an identity of its own."""
+        directory.mkdir()
+        peer_id = Identity.load_or_create(directory / "identity.key").peer_id
+        with (directory / "console.log").open("wb") as log:
+            command = [sys.executable, "-m", *command_line(directory, kind, addresses, size)]
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+        return cls(directory, peer_id, process)
+
+    def said(self) -> str:
+        """What it has printed."""
+        return (self.directory / "console.log").read_text()
+
+    def kill(self) -> None:
+        """Ends the process."""
+        self.process.kill()
+        self.process.wait()
+
+
+def command_line(directory: Path, kind: str, addresses: list[str], size: float) -> list[str]:
+    """The module of an attacker, with its arguments."""
+    if kind in NOISE:
+        return ["tests.helpers.noise_peer", addresses[0], str(directory), "--kind", kind, "--size", str(size)]
+    if kind in SLOW:
+        return ["tests.helpers.slow_peer", addresses[0], str(directory), "--kind", kind]
+    if kind in STRANGERS:
+        return ["tests.helpers.strangers", *addresses, "--kind", kind]
+    if kind in INTRUDERS:
+        return ["tests.helpers.intruder", *addresses, "--directory", str(directory), "--kind", kind]
+    joining = ["--initial-peers", addresses[0], "--experts", EXPERTS[kind], "--output-dir", str(directory)]
+    return ["spes_swarm.join", *LOOPBACK, *joining]
+
+
 def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namespace, seed: int) -> Outcome:
-    """Runs four honest peers, and an attacker unless `kind` is "none"."""
-    is_member = kind in (*NOISE, *EXPERTS)
-    common = [*LOOPBACK, "--wait-for-peers", str(NUM_HONEST + is_member)]
+    """Runs the honest peers, and the attackers unless `kind` is "none"."""
+    num_members = options.honest + (options.hostile if kind in MEMBERS else 0)
+    common = [*LOOPBACK, "--wait-for-peers", str(num_members)]
     last = options.rounds + RECOVERY_ROUNDS
     with ExitStack() as stack:
         peers: list[LocalPeer] = []
-        for i in range(NUM_HONEST):
+        for i in range(options.honest):
             where = ["--initial-peers", peers[0].address()] if peers else ["--config", str(config)]
-            arguments = [*common, *where, "--seed", str(NUM_HONEST * seed + i)]
+            arguments = [*common, *where, "--seed", str(options.honest * seed + i)]
             peers.append(stack.enter_context(LocalPeer(directory / str(i), arguments)))
-        attacker, process = "", None
-        if kind != "none":
-            hostile = directory / "attacker"
-            hostile.mkdir()
-            attacker = Identity.load_or_create(hostile / "identity.key").peer_id
-            if kind in STRANGERS:
-                for peer in peers:
-                    peer.wait_for("round", lambda event: event["peers"] == NUM_HONEST)
-            process = start_attacker(hostile, kind, [peer.address() for peer in peers], options.size)
-            stack.callback(process.kill)
+        addresses = [peer.address() for peer in peers]
+        if kind in STRANGERS:
+            for peer in peers:
+                peer.wait_for("round", lambda event: event["peers"] == options.honest)
+        attackers: list[Attacker] = []
+        for i in range(options.hostile if kind != "none" else 0):
+            attackers.append(Attacker.start(directory / f"attacker-{i}", kind, addresses, options.size))
+            stack.callback(attackers[-1].kill)
         begun = 1
         if kind in STRANGERS:
-            while not (directory / "attacker" / "console.log").stat().st_size:
+            while not all(attacker.said() for attacker in attackers):
                 begun = peers[0].wait_for_round(begun + 1, PATIENCE_S)["round"]
-        for number in range(1, last + 1):
+        for number in range(1, options.rounds + 1):
             peers[0].wait_for_round(number, PATIENCE_S)
-            if process is not None and number == options.rounds:
-                if process.poll() is not None:
-                    raise SystemExit((directory / "attacker" / "console.log").read_text())
-                process.kill()
-                process.wait()
-        events = [peers[0].rounds()[number] for number in range(1, last + 1) if number in peers[0].rounds()]
-        honest = {peer.events("join")[0]["peer_id"] for peer in peers}
-        named: dict[str, int] = {}
-        accused: dict[str, int] = {}
-        for peer in peers:
-            for fault in peer.events("fault"):
-                if fault["peer"] == attacker:
-                    named[fault["kind"]] = named.get(fault["kind"], 0) + 1
-                elif fault["peer"] in honest and accuses(fault):
-                    accused[fault["kind"]] = accused.get(fault["kind"], 0) + 1
-        # Rounds before the strangers came are not affected by them.
-        counted = [event for event in events if begun < event["round"] <= options.rounds]
-        times = [event["time"] for event in counted]
-        return Outcome(
-            kind=kind,
-            seed=seed,
-            losses=(peers[0].rounds()[options.rounds]["eval_loss"], peers[0].rounds()[last]["eval_loss"]),
-            seconds_per_round=statistics.median(b - a for a, b in pairwise(times)),
-            group_seconds=statistics.median(event["group_seconds"] for event in counted),
-            steps=sum(e["round"] < options.rounds for peer in peers for e in peer.events("step")) / NUM_HONEST,
-            named_by=named,
-            accused=accused,
-            parts_missing=sum(event["parts_missing"] for event in events),
-        )
+        for attacker in attackers:
+            if attacker.process.poll() is not None:
+                raise SystemExit(attacker.said())
+            attacker.kill()
+        peers[0].wait_for_round(last, PATIENCE_S)
+        return measure(peers, {attacker.peer_id for attacker in attackers}, kind, seed, begun, options.rounds)
 
 
-def start_attacker(directory: Path, kind: str, addresses: list[str], size: float) -> subprocess.Popen[bytes]:
-    """Starts the attacking process."""
-    module = [sys.executable, "-m"]
-    if kind in NOISE:
-        command = [
-            *module,
-            "tests.helpers.noise_peer",
-            addresses[0],
-            str(directory),
-            "--kind",
-            kind,
-            "--size",
-            str(size),
-        ]
-    elif kind in STRANGERS:
-        command = [*module, "tests.helpers.strangers", *addresses, "--kind", kind]
-    elif kind in INTRUDERS:
-        command = [*module, "tests.helpers.intruder", *addresses, "--directory", str(directory), "--kind", kind]
-    else:
-        joining = ["--initial-peers", addresses[0], "--experts", EXPERTS[kind], "--output-dir", str(directory)]
-        command = [*module, "spes_swarm.join", *LOOPBACK, *joining]
-    with (directory / "console.log").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+def measure(peers: list[LocalPeer], hostile: set[str], kind: str, seed: int, begun: int, rounds: int) -> Outcome:
+    """Reads the outcome from what honest peers have written; `begun`: the round in which the attack began."""
+    honest = {peer.events("join")[0]["peer_id"] for peer in peers}
+    faults = [fault for peer in peers for fault in peer.events("fault")]
+    committed = [event for event in peers[0].rounds().values() if event["round"] <= rounds + RECOVERY_ROUNDS]
+    # Rounds before the strangers came are not affected by them.
+    counted = [event for event in committed if begun < event["round"] <= rounds]
+    pauses = [after["time"] - before["time"] for before, after in pairwise(counted)]
+
+    def loss(number: int) -> float:
+        """The eval loss after a round, or after the one before if the peer has missed it."""
+        return float([event for event in committed if event["round"] <= number][-1]["eval_loss"])
+
+    return Outcome(
+        kind=kind,
+        seed=seed,
+        losses=(loss(rounds), loss(rounds + RECOVERY_ROUNDS)),
+        seconds_per_round=statistics.median(pauses),
+        mean_seconds_per_round=sum(pauses) / (counted[-1]["round"] - counted[0]["round"]),
+        group_seconds=statistics.median(event["group_seconds"] for event in counted),
+        steps=sum(e["round"] < rounds for peer in peers for e in peer.events("step")) / len(peers),
+        named_by=by_kind(fault for fault in faults if fault["peer"] in hostile),
+        accused=by_kind(fault for fault in faults if fault["peer"] in honest and accuses(fault)),
+        parts_missing=sum(event["parts_missing"] for event in committed),
+    )
+
+
+def by_kind(faults: Iterable[Event]) -> dict[str, int]:
+    """The number of faults of each kind."""
+    return dict(Counter(fault["kind"] for fault in faults))
 
 
 def main() -> int:
@@ -148,6 +178,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=paper_config_path())
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--honest", type=int, default=4, help="honest peers")
+    parser.add_argument("--hostile", type=int, default=1, help="attackers of a kind")
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--size", type=float, default=3.0, help="length of the noise relative to the last round's move")
     parser.add_argument("--seeds", type=int, default=1, help="orders of the data; all start from the same weights")
@@ -188,9 +220,11 @@ def describe(outcome: Outcome, honest: Outcome) -> str:
     loss, recovered = outcome.losses
     change, after = (loss / base - 1 for loss, base in zip(outcome.losses, honest.losses, strict=True))
     pace = outcome.seconds_per_round / honest.seconds_per_round
+    mean_pace = outcome.mean_seconds_per_round / honest.mean_seconds_per_round
     return (
         f"seed {outcome.seed}, {outcome.kind}: eval loss {loss:.3f} ({change:+.1%}), two rounds after the "
-        f"attack {recovered:.3f} ({after:+.1%}), {outcome.seconds_per_round:.1f} s a round ({pace:.2f} x), "
+        f"attack {recovered:.3f} ({after:+.1%}), {outcome.mean_seconds_per_round:.1f} s a round ({mean_pace:.2f} x), "
+        f"in the median {outcome.seconds_per_round:.1f} s ({pace:.2f} x), "
         f"of these {outcome.group_seconds:.1f} s in the rendezvous, "
         f"{outcome.steps:.0f} steps a peer, named {outcome.named_by or 'never'}, honest peers accused "
         f"{outcome.accused or 'never'}, parts missing {outcome.parts_missing}"
@@ -209,16 +243,19 @@ def table(outcomes: list[Outcome]) -> str:
     def mean(kind: str, which: int) -> float:
         return statistics.fmean(outcome.losses[which] for outcome in of(kind))
 
-    pace = statistics.fmean(outcome.seconds_per_round for outcome in of("none"))
+    median_s = statistics.fmean(outcome.seconds_per_round for outcome in of("none"))
+    mean_s = statistics.fmean(outcome.mean_seconds_per_round for outcome in of("none"))
     lines = [
         f"| {kind} | {spread([o.losses[0] for o in of(kind)], '.3f')} | {mean(kind, 0) / mean('none', 0) - 1:+.1%} "
         f"| {mean(kind, 1) / mean('none', 1) - 1:+.1%} | "
-        f"{spread([o.seconds_per_round / pace for o in of(kind)], '.2f')} | "
+        f"{spread([o.seconds_per_round / median_s for o in of(kind)], '.2f')} | "
+        f"{spread([o.mean_seconds_per_round / mean_s for o in of(kind)], '.2f')} | "
         f"{statistics.fmean(o.steps for o in of(kind)):.0f} |"
         for kind in dict.fromkeys(outcome.kind for outcome in outcomes)
     ]
-    head = "| attack | eval loss | change from the honest mean | two rounds after | pace | steps a peer |"
-    return "\n".join(["", head, "|" + "---|" * 6, *lines])
+    loss = "eval loss | change from the honest mean | two rounds after"
+    head = f"| attack | {loss} | median pace | mean pace | steps a peer |"
+    return "\n".join(["", head, "|" + "---|" * 7, *lines])
 
 
 if __name__ == "__main__":
