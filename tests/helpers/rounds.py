@@ -58,6 +58,7 @@ class FakePeer:
     routed: tuple[int, ...] | None = None
     reachable: bool = True
     bandwidth_mbps: float = 100.0
+    pace: float = 0.0
     vouched: bytes = b""
     usual_rms: tuple[float, float] = (0.0, 0.0)  # shared, expert
     room: int | None = None  # as many as it holds
@@ -84,6 +85,7 @@ def form(peers: Sequence[FakePeer], round_number: int) -> Group:
             usual_rms=list(p.usual_rms),
             vouched=p.vouched,
             bandwidth_mbps=p.bandwidth_mbps,
+            pace=p.pace,
             reachable=p.reachable,
             versions=list(p.reference.versions),
             digests=list(p.reference.digests),

@@ -28,7 +28,6 @@ import numpy as np
 from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
 from spes_swarm.network import run_services
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
-from spes_swarm.network.round import exchange as exchange_module
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.round.gathering import POLL_S, now
 from spes_swarm.network.round.rendezvous import Rendezvous
@@ -49,12 +48,8 @@ NOISE_RMS = 1e-5
 
 def deadlines(exchange: Exchange, state: RoundState) -> tuple[float, float]:
     """Seconds after the start of an exchange at which the others stop waiting for contributions, and for results."""
-    if (measured := getattr(exchange, "deadlines", None)) is not None:
-        limits = measured(state)
-        return limits.collect_s, limits.result_s
-    shares = exchange_module._COLLECT_SHARE, exchange_module._RESULT_SHARE
-    collect_s, result_s = (share * exchange._limits.timeout_s for share in shares)
-    return collect_s, result_s
+    limits = exchange.deadlines(state)
+    return limits.collect_s, limits.result_s
 
 
 class SlowExchange(Exchange):

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Mapping, Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_swarm.protocol.rounds.track_record import NUM_FIRST_COMMITS, RECENT_ROUNDS, SPAN, TrackRecords
-from spes_swarm.protocol.rounds.vouchers import MAX_VOUCHED, VOUCHER_BYTES, granted_ratios, may_reduce, vouchers
+from spes_swarm.protocol.rounds.vouchers import (
+    MAX_VOUCHED,
+    VOUCHER_BYTES,
+    granted_ratios,
+    may_reduce,
+    measured_rates,
+    vouchers,
+    without_duty,
+)
 
 IDS = [f"peer{i}" for i in range(6)]
 
@@ -196,3 +207,73 @@ def test_of_too_many_peers_all_select_the_same_and_others_in_each_round() -> Non
     assert vouchers({}, sorted(peers), 1) == first
     assert vouchers({"peer7": 4.0}, peers, 1) != first
     assert vouchers({}, peers, 2) != first
+
+
+# Who has no duty, and how fast the others are.
+
+
+def says(
+    own: str, ids: Sequence[str], doubted: Collection[str] = (), rates: Mapping[str, float] | None = None
+) -> bytes:
+    return vouchers({}, set(ids) - {own}, doubted=doubted, rates=rates)
+
+
+@given(st.integers(2, 9), st.data())
+def test_more_than_half_of_the_others_and_at_least_two_take_a_member_s_duties(count: int, data: st.DataObject) -> None:
+    ids = [f"peer{i}" for i in range(count)]
+    doubting = data.draw(st.sets(st.integers(1, count - 1)))
+    said = [says(own, ids, {ids[0]} if i in doubting else ()) for i, own in enumerate(ids)]
+    expected = len(doubting) >= 2 and len(doubting) > (count - 1) / 2
+    assert without_duty(ids, said) == [expected] + [False] * (count - 1)
+
+
+@given(st.integers(3, 16), st.data())
+def test_a_quarter_of_liars_and_any_number_of_strangers_take_nobody_s_duties(
+    num_honest: int, data: st.DataObject
+) -> None:
+    num_liars = data.draw(st.integers(0, num_honest // 3))
+    num_strangers = data.draw(st.integers(0, 20))
+    honest_ids = [f"honest{i}" for i in range(num_honest)]
+    ids = [*honest_ids, *(f"liar{i}" for i in range(num_liars)), *(f"stranger{i}" for i in range(num_strangers))]
+    members = ids[: num_honest + num_liars]
+    said = [says(own, members, () if own in honest_ids else set(honest_ids)) for own in ids]
+    assert not any(without_duty(ids, said)[:num_honest])
+
+
+def test_strangers_do_not_outvote_those_who_doubt() -> None:
+    ids = ["a", "b", "c", "liar", *(f"stranger{i}" for i in range(20))]
+    said = [says(own, ids[:4], {"liar"} if own in "abc" else ()) for own in ids[:4]] + [b""] * 20
+    assert without_duty(ids, said) == [False, False, False, True] + [False] * 20
+
+
+def test_nobody_doubts_itself_and_nobody_doubts_twice() -> None:
+    ids = ["a", "b", "c"]
+    assert without_duty(ids, [says("a", ids, {"a"}), says("b", ids, {"a"}) * 2, says("c", ids)]) == [False] * 3
+
+
+@given(st.floats(1e-3, 1e6))
+def test_a_rate_is_stated_within_a_tenth(rate: float) -> None:
+    (found,) = measured_rates(["a", "b"], [b"", vouchers({}, rates={"a": rate})])[:1]
+    assert found == pytest.approx(rate, rel=0.1)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-300, 1e300])
+def test_no_rate_is_too_small_or_too_large_to_be_stated(rate: float) -> None:
+    (found,) = measured_rates(["a", "b"], [b"", vouchers({}, rates={"a": rate})])[:1]
+    assert found is not None
+    assert 0 < found < math.inf
+
+
+def test_a_rate_is_what_the_lower_median_of_the_others_has_measured() -> None:
+    ids = ["a", "b", "c", "d"]
+    said = [b"", *(vouchers({}, rates={"a": rate}) for rate in (4.0, 64.0, 1024.0))]
+    assert measured_rates(ids, said) == [64.0, None, None, None]
+    assert measured_rates(ids, [vouchers({}, rates={"a": 1e6}), *said[1:3], b""])[0] == 4.0
+    assert measured_rates(ids, [*said[:2], b"", b""])[0] is None  # one of three
+
+
+def test_doubts_come_before_everything_else() -> None:
+    earned = {f"peer{i}": 8.0 for i in range(2 * MAX_VOUCHED)}
+    said = vouchers(earned, set(earned), doubted={"bad"})
+    assert len(said) == MAX_VOUCHED * VOUCHER_BYTES
+    assert without_duty(["bad", "a", "b"], [b"", said, said]) == [True, False, False]

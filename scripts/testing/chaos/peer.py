@@ -11,7 +11,7 @@ from scripts.testing.chaos.report import Attempt
 from scripts.testing.local_peer import Event, LocalPeer
 
 # Only a lying member can be named for these; a lost connection can happen to any peer.
-_LIES = frozenset({"clipped", "moments", "nonfinite", "norm", "signature", "weight"})
+_LIES = frozenset({"clipped", "duty", "moments", "nonfinite", "norm", "signature", "weight"})
 _NUM_PROCESSES = 3  # the trainer, the network process, p2pd
 
 

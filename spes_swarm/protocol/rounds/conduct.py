@@ -26,6 +26,7 @@ _REST_ROUNDS = 2 * _REMEMBERED
 # Leading is a duty of one round in as many as there are members, and a leader that fails costs a whole window.
 _LEADER_REMEMBERED = 64
 _MAX_PEERS = 4096  # remembered; those met least recently are forgotten first
+_NOISE_S = 0.25  # times that are shorter say more about the other processes of a machine than about a line
 _LATE_FACTOR = 2.0  # see `limit_s`
 _PACES = 3  # the usual pace is the median of so many exchanges: one that is slow for a reason changes it at once
 # Faults that are held against a peer. A stream that could not be opened is not: it may be this peer's line.
@@ -115,8 +116,8 @@ class Conduct:
         for peer, delivery in deliveries.items():
             record = self._of(peer)
             record.late.append(peer in late_contributors)
-            took_s = min(delivery.contributed_s, waited_s)
-            if delivery.share > 0 and took_s > 0:
+            if delivery.share > 0:
+                took_s = max(min(delivery.contributed_s, waited_s), _NOISE_S)
                 record.rates.append(8e-6 * delivery.num_bytes / took_s)
         for peer in late(results_s, usual_s, slack_s):
             record = self._of(peer)

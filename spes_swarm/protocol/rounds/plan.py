@@ -47,7 +47,7 @@ PARTS_PER_MEMBER = 16
 # No member reduces more than this many times an equal share, however fast it is, if another one can; and one whose
 # upload rate the others have not measured, no more than an equal share.
 MAX_REDUCING_SHARE = 2.0
-# Upload rates that differ by no more than this factor from the median count as equal: busy machines differ by that much.
+# Upload rates that differ from the median by no more than this factor count as equal: busy machines differ by as much.
 RATE_TOLERANCE = 2.0
 # A claim above this many times the median tokens is absurd; honest ones reach it at most in a round called early.
 _ABSURD_RATIO = 1e4
