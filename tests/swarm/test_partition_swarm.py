@@ -13,7 +13,7 @@ from scripts.testing.forked_peer import ForkServer
 from scripts.testing.local_network import LocalNetwork, unavailable_reason
 from scripts.testing.local_peer import LocalPeer
 from tests.helpers.slow_join import sleeping_main
-from tests.helpers.swarm import SWARM_RUN, equal_digests, merged
+from tests.helpers.swarm import PATIENT, SWARM_RUN, equal_digests, merged
 
 pytestmark = [
     pytest.mark.swarm,
@@ -92,6 +92,33 @@ def test_two_halves_train_on_and_become_one_again(tmp_path: Path) -> None:
             held = [peer.rounds()[together]["experts_held"] for peer in peers]
             counts = [sum(expert in experts for experts in held) for expert in range(8)]
             assert counts == [2] * 8
+        finally:
+            for peer in peers:
+                peer.__exit__()
+
+
+def test_a_peer_with_a_slow_line_keeps_its_duties(tmp_path: Path) -> None:
+    """Its work takes more than a second where that of the others takes a tenth."""
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump({"run": merged(SWARM_RUN, {"round": PATIENT})}), "utf-8")
+    peers: list[LocalPeer] = []
+    with LocalNetwork(4) as network:
+        try:
+            peers.append(start(network, 0, tmp_path, "--config", config))
+            address = peers[0].address(host=network.address(0))
+            peers += [start(network, host, tmp_path, "--initial-peers", address) for host in (1, 2, 3)]
+            for peer in peers:
+                peer.wait_for("round", lambda event: event["peers"] == 4)
+            network.limit(3, 1.0)
+            limited_at = newest(peers)
+            for peer in peers:
+                peer.wait_for_round(limited_at + 15)
+            together = [number for number, event in peers[3].rounds().items() if event["peers"] == 4]
+            assert len([number for number in together if number > limited_at]) > 7
+            network.limit(3, None)
+            wait_for_common_round(peers, newest(peers) + 1)
+            for peer in peers:
+                assert not [fault for fault in peer.events("fault") if fault["kind"] in ("duty", "lost", "missing")]
         finally:
             for peer in peers:
                 peer.__exit__()
