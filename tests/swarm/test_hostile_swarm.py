@@ -53,7 +53,7 @@ def accused(peers: list[LocalPeer]) -> list[dict[str, Any]]:
     That a connection was lost may happen to anybody, and a peer says itself that it came too late for a round.
     """
     honest = {event["peer_id"] for peer in peers for event in peer.events("join")}
-    lost = {"truncated", "stalled", "lost", "missing", "push", "pull"}
+    lost = {"truncated", "stalled", "lost", "missing", "late", "push", "pull"}
     faults = [event for peer in peers for event in peer.events("fault") if event["peer"] != event["peer_id"]]
     return [fault for fault in faults if fault["peer"] in honest and fault["kind"] not in lost]
 

@@ -289,9 +289,10 @@ class Exchange:
     async def _repair(self, state: RoundState, deadline: float) -> None:
         """Fetches missing results from members that hold them.
 
-        Ends when every member that answers has finished and holds nothing that is missing here, or at the deadline. A
-        member that claims to hold parts and delivers none of them is not asked again. One that has failed before is
-        asked only for parts that no other member holds. So false claims do not use up the time.
+        Ends when no member that answers holds what is missing here, and all have finished or its reducers have ended
+        without it; or at the deadline. A member that claims to hold parts and delivers none of them is not asked again.
+        One that has failed before is asked only for parts that no other member holds. So false claims do not use up the
+        time.
 
         Raises:
             RoundError: results are missing and no other member answers: this peer is cut off.
@@ -320,7 +321,8 @@ class Exchange:
                 return
             others = [i for i in others if i not in fetch or not fetch[i] <= missing]
             if not fetch:
-                if all(finished for finished, _ in known.values()):
+                given_up = all(state.plan.parts[index].reducer in (state.me, *state.ended) for index in missing)
+                if given_up or all(finished for finished, _ in known.values()):
                     return
                 await asyncio.sleep(self._limits.stall_timeout_s / 20)
 

@@ -52,10 +52,10 @@ def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[in
 
 
 def missing(plan: Plan, me: int, parts: Collection[Part], finished: Collection[int]) -> list[tuple[int, ProtocolError]]:
-    """One fault (`missing`) for each member that is responsible for missing parts."""
-    does = {True: "trains", False: "reduces"}
+    """One fault for each member that is responsible for missing parts: `missing`, or `late` if it alone trains them."""
+    kinds = {True: ("late", "trains"), False: ("missing", "reduces")}
     return [
-        (member, ProtocolError("missing", f"{plural(count, 'part')} that it {does[trains]} did not arrive"))
+        (member, ProtocolError(kinds[trains][0], f"{plural(count, 'part')} that it {kinds[trains][1]} did not arrive"))
         for (member, trains), count in sorted(responsible(plan, me, parts, finished).items())
         if member != me
     ]
