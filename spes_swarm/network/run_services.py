@@ -115,7 +115,8 @@ class RunServices(RunCommands):
             leaves_out=lambda peer: state.roster.standing.leaves_out(peer) or not door.admits(peer),
             vet=door.vet_statement,
             find_others=self._company.find_again,
-            has_duties=lambda: identity.peer_id not in state.roster.standing.without_duty,
+            on_stall=state.tracks.conduct.note_stall,
+            without_duty=lambda: state.roster.standing.without_duty,
         )
         self._announcer = Announcer(state, self._faults, self._dht.now, lambda: self.reachable, self._on_fault)
         self._catching_up = CatchingUp(state, self._transfer, self.refresh)
@@ -162,7 +163,7 @@ class RunServices(RunCommands):
     def _on_fault(self, peer_id: str, error: ProtocolError) -> None:
         """Reports a fault to the trainer and, by its kind only, in the next progress record."""
         self._faults.note(error.kind)
-        self._state.tracks.conduct.note_fault(peer_id, error.kind, self._state.reference.round)
+        self._state.tracks.conduct.note_fault(peer_id, error.kind)
         self._listener.on_fault(peer_id, error)
 
     def _is_known(self, peer_id: str) -> bool:
@@ -461,6 +462,7 @@ class RunServices(RunCommands):
             self._state.swarm_tokens.missed_commits()
             self._ahead = 0
             self._rendezvous.reset()
+            self._state.roster.standing.without_duty = frozenset()  # as of a group that others have left behind
             return caught_up
         return await self._rounds.hold(self._target_round(), tokens, routed, leaving)
 

@@ -101,6 +101,7 @@ class Meeting:
         self.called: list[int] = []
         self.known: dict[str, list[Neighbour]] = {}  # by peer: the live peers that it knows
         self.ahead: list[int] = []
+        self.stalls: list[tuple[str, int]] = []
         self.peers = [self.rendezvous(who) for who in self.honest]
 
     def rendezvous(
@@ -134,6 +135,8 @@ class Meeting:
             leaves_out=lambda peer_id: False,
             vet=lambda peer_id, statement: 1.0,
             find_others=self.find_others,
+            on_stall=lambda leader, round_number: self.stalls.append((self.name[leader], round_number)),
+            without_duty=frozenset,
         )
 
     def statement(self, tokens: int = 10) -> Statement:

@@ -296,6 +296,11 @@ def test_the_usual_time_follows_from_the_paces_that_members_state() -> None:
     most = max(20_000 - elements for elements in reduced(plan, SHARED_BLOCK).values())
     assert plan.usual_s == pytest.approx(5e-6 * most)
     assert plan_of(layout, member("a", layout), member("b", layout)).usual_s == 0
+    assert plan_of(layout, *(member(name, layout, pace=9.0 * (name == "a")) for name in "abc")).pace == 0  # too few
+    strangers = [member(f"s{i}", layout, pace=1e9) for i in range(5)]
+    plan = plan_of(layout, vouching("a", layout, pace=2.0), vouching("b", layout, pace=2.0), *strangers)
+    assert plan.trusted == {0, 1}
+    assert plan.pace == 2.0
 
 
 # Of these, a and b have delivered in recent rounds.

@@ -4,9 +4,10 @@ A deadline for each message is not enough: a hostile member could keep all other
 messages and let the whole exchange time out. So the phases of an exchange have deadlines, too. First, reducers stop
 waiting for contributions; then all members stop waiting for reducers; last, they stop waiting for members that report
 that they have not finished. The deadlines follow what the group's members measured in earlier exchanges, and are never
-longer than shares of the configured timeout.
+longer than shares of the configured timeout. While more than half of the others are late, only the configured ones
+count: then the network is slow, or this peer's line, and a minority cannot bring that about.
 
-A member that is known to be late is not waited for until these deadlines; see protocol/rounds/conduct.py.
+Members known to be late are not waited for until these deadlines; see protocol/rounds/conduct.py.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ _SHARES = (0.5, 0.75, 0.9)
 # Otherwise, as multiples of the first one, which is _PATIENCE times what is usual and half a stall timeout on top.
 _MULTIPLES = (1.0, 1.5, 2.0)
 _PATIENCE = 4.0
-# Full values take so many times the bytes of differences in int4, the shortest codec.
-_FULL_VALUES = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +51,17 @@ class Deadlines:
     repair_s: float  # all give up those that have not finished
 
     @classmethod
+    def configured(cls, limits: ExchangeLimits) -> Self:
+        """The latest deadlines."""
+        return cls(*(share * limits.timeout_s for share in _SHARES))
+
+    @classmethod
     def of(cls, limits: ExchangeLimits, plan: Plan) -> Self:
         """The deadlines of an exchange by this plan."""
-        longest = [share * limits.timeout_s for share in _SHARES]
         if plan.usual_s <= 0:
-            return cls(*longest)
-        usual_s = plan.usual_s * (_FULL_VALUES if plan.heals else 1.0)
-        collect_s = _PATIENCE * usual_s + limits.stall_timeout_s / 2
+            return cls.configured(limits)
+        longest = [share * limits.timeout_s for share in _SHARES]
+        collect_s = _PATIENCE * plan.usual_s + limits.stall_timeout_s / 2
         return cls(*(min(most, multiple * collect_s) for most, multiple in zip(longest, _MULTIPLES, strict=True)))
 
 
@@ -70,6 +73,8 @@ class Timing:
     me: int
     begun: float = field(default_factory=time.monotonic)
     results_s: dict[int, float] = field(default_factory=dict)  # by reducer: when all of its results were here
+    waited: bool = False  # for a member that was late
+    _parts: set[tuple[int, int]] = field(default_factory=set)  # (member, part) that have arrived
     _arrived: Counter[int] = field(default_factory=Counter)  # elements that each member has delivered
     _num_bytes: Counter[int] = field(default_factory=Counter)
     _heard_s: dict[int, float] = field(default_factory=dict)  # by member: when its last contribution arrived
@@ -79,9 +84,12 @@ class Timing:
         return time.monotonic() - self.begun
 
     def note_contribution(self, member: int, part: int, num_bytes: int) -> None:
-        """Notes a contribution that has arrived, whatever becomes of it."""
-        if 0 <= part < len(self.plan.parts):
-            self._arrived[member] += self.plan.parts[part].size
+        """Notes a contribution that has arrived, even if it is refused."""
+        parts = self.plan.parts
+        if not 0 <= part < len(parts) or parts[part].reducer != self.me or (member, part) in self._parts:
+            return
+        self._parts.add((member, part))
+        self._arrived[member] += parts[part].size
         self._num_bytes[member] += num_bytes
         self._heard_s[member] = self.passed_s()
 
@@ -91,16 +99,19 @@ class Timing:
 
     def deliveries(self) -> dict[int, Delivery]:
         """What each member that owes this peer contributions has delivered."""
-        found: dict[int, Delivery] = {}
-        for member in range(self.plan.num_members):
-            owed = sum(part.size for part, _ in self.plan.pushes(member, self.me))
-            if owed:
-                sent = self.plan.sent_elements[member]
-                whole = self._arrived[member] >= owed
-                found[member] = Delivery(
-                    elements=sent,
-                    share=min(1.0, self._arrived[member] / owed),
-                    num_bytes=self._num_bytes[member] * sent / owed,
-                    contributed_s=self._heard_s[member] if whole else math.inf,
-                )
-        return found
+        owed: Counter[int] = Counter()
+        for part in self.plan.parts:
+            if part.reducer == self.me:
+                for contribution in self.plan.block_of(part).contributions:
+                    owed[contribution.member] += part.size
+        del owed[self.me]
+        sent = self.plan.sent_elements
+        return {
+            member: Delivery(
+                elements=sent[member],
+                share=min(1.0, self._arrived[member] / elements),
+                num_bytes=self._num_bytes[member] * sent[member] / elements,
+                contributed_s=self._heard_s[member] if self._arrived[member] >= elements else math.inf,
+            )
+            for member, elements in owed.items()
+        }

@@ -1,7 +1,7 @@
 """The exchange of one round: push parts to their reducers, pull the results, repair what is missing.
 
 `Exchange` serves the streams of the other members and drives this member's own; `RoundState` does the bookkeeping.
-How long it waits for others is said in deadlines.py.
+deadlines.py says how long it waits.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,7 +56,8 @@ class Exchange:
         self._pull_name = f"{run_id}/pull"
         self.slack_s: Callable[[], float] = lambda: math.inf  # what any member may take longer than the others
         self._round: RoundState | None = None
-        self._timing: Timing  # of this round
+        self._timing: Timing  # of this round; there is none before the first one
+        self._open: defaultdict[int, set[asyncio.Timeout]] = defaultdict(set)  # limits of open streams, by reducer
         self._begun = Changes()  # notified when a round begins
         self._reduced = Changes()  # notified when a part of this round has been reduced here
         self._served = Changes()  # notified when a member of this round has been served
@@ -100,14 +103,17 @@ class Exchange:
         return Deadlines.of(self._limits, state.plan)
 
     def _record_conduct(self, state: RoundState) -> None:
-        ids = [member.peer_id for member in state.group.members]
+        ids, plan = [member.peer_id for member in state.group.members], state.plan
         state.tracks.conduct.exchanged(
-            state.plan.round,
+            plan.round,
             {ids[i]: delivery for i, delivery in self._timing.deliveries().items()},
             {ids[i]: seconds for i, seconds in self._timing.results_s.items()},
-            usual_s=state.plan.usual_s,
+            others=[peer_id for i, peer_id in enumerate(ids) if i != state.me],
+            trusted={ids[i] for i in plan.trusted},
+            usual_s=plan.usual_s,
             slack_s=self.slack_s(),
-            waited_s=self.deadlines(state).collect_s,
+            passed_s=self._timing.passed_s(),
+            waited=self._timing.waited,
         )
 
     def describe(self) -> Iterator[str]:
@@ -117,6 +123,8 @@ class Exchange:
     def _begin(self, state: RoundState) -> None:
         """Starts serving the streams of this round."""
         self._round, self._timing = state, Timing(state.plan, state.me)
+        self._open.clear()
+        state.tracks.conduct.begin()
         self._last_heard = dict.fromkeys(range(state.plan.num_members), time.monotonic())
         state.on_reduced = self._reduced.notify
         self._begun.notify()
@@ -138,10 +146,7 @@ class Exchange:
 
     async def _transfer(self, state: RoundState) -> None:
         begun = asyncio.get_running_loop().time()
-        deadlines = self.deadlines(state)
-        collected, received, repaired = (
-            begun + seconds for seconds in (deadlines.collect_s, deadlines.result_s, deadlines.repair_s)
-        )
+        deadlines, latest = self.deadlines(state), Deadlines.configured(self._limits)
         plan, me = state.plan, state.me
         reducers = sorted({part.reducer for part in plan.parts} - {me})
         senders: dict[int, list[tuple[Part, Contribution]]] = {r: plan.pushes(me, r) for r in reducers}
@@ -150,18 +155,43 @@ class Exchange:
             if part.reducer != me:
                 sources[part.reducer].add(part.index)
         self._timing.results_s.update({r: math.inf for r, parts in sources.items() if parts})
-        tasks = [asyncio.ensure_future(self._push(state, r, parts, collected)) for r, parts in senders.items() if parts]
-        tasks += [asyncio.ensure_future(self._pull(state, r, parts, received)) for r, parts in sources.items() if parts]
-        tasks.append(asyncio.ensure_future(self._reduce(state, collected)))
+        pushed, pulled = begun + latest.collect_s, begun + latest.result_s
+        tasks = [asyncio.ensure_future(self._push(state, r, parts, pushed)) for r, parts in senders.items() if parts]
+        tasks += [asyncio.ensure_future(self._pull(state, r, parts, pulled)) for r, parts in sources.items() if parts]
+        tasks.append(asyncio.ensure_future(self._reduce(state, begun + deadlines.collect_s, pushed)))
+        watch = asyncio.ensure_future(self._give_up_reducers(begun + deadlines.result_s, len(reducers)))
         try:
             await asyncio.gather(*tasks)
             state.finished = True
             if state.missing():
-                await self._repair(state, repaired)
+                await self._repair(state, begun + deadlines.repair_s)
         finally:
-            for task in tasks:
+            for task in (*tasks, watch):
                 task.cancel()
             state.finished = True
+
+    @asynccontextmanager
+    async def _with(self, reducer: int, deadline: float) -> AsyncIterator[None]:
+        """Has a stream with a reducer end at a deadline, or when the reducer is given up."""
+        async with asyncio.timeout_at(deadline) as limit:
+            self._open[reducer].add(limit)
+            try:
+                yield
+            finally:
+                self._open[reducer].discard(limit)
+
+    def _end_streams(self, reducer: int) -> None:
+        for limit in self._open[reducer]:
+            limit.reschedule(asyncio.get_running_loop().time())
+
+    async def _give_up_reducers(self, deadline: float, num_reducers: int) -> None:
+        """Ends the streams with late reducers at a deadline, or once these are no more than half of all."""
+        while True:
+            await asyncio.sleep(max(deadline - asyncio.get_running_loop().time(), self._limits.stall_timeout_s / 20))
+            late = [reducer for reducer, limits in self._open.items() if limits]
+            if 2 * len(late) <= num_reducers:
+                for reducer in late:
+                    self._end_streams(reducer)
 
     async def _push(
         self, state: RoundState, reducer: int, parts: list[tuple[Part, Contribution]], deadline: float
@@ -175,7 +205,7 @@ class Exchange:
         peer_id = state.group.members[reducer].peer_id
         try:
             async with (
-                asyncio.timeout_at(deadline),
+                self._with(reducer, deadline),
                 open_channel(self._p2p, peer_id, self._push_name, self._limits.stall_timeout_s) as channel,
             ):
                 await channel.send_hello(group=state.group.id)
@@ -187,7 +217,8 @@ class Exchange:
         except ProtocolError as exc:
             self.on_fault(peer_id, exc)
         except STREAM_ERRORS as exc:
-            self.on_fault(peer_id, ProtocolError("push", f"could not push to reducer: {_reason(exc)}"))
+            if math.isinf(self._timing.results_s.get(reducer, math.inf)):  # otherwise it has averaged without the rest
+                self.on_fault(peer_id, ProtocolError("push", f"could not push to reducer: {_reason(exc)}"))
 
     async def _pull(
         self, state: RoundState, source: int, wanted: set[int], deadline: float, *, repair: bool = False
@@ -198,7 +229,7 @@ class Exchange:
         max_bytes = _max_payload(state, max(state.plan.parts[i].size for i in wanted))
         try:
             async with (
-                asyncio.timeout_at(deadline),
+                self._with(source, deadline),
                 open_channel(self._p2p, peer_id, self._pull_name, self._limits.stall_timeout_s) as channel,
             ):
                 parts = np.array(sorted(wanted), dtype="<u4").tobytes() if repair else b""
@@ -227,16 +258,18 @@ class Exchange:
                 state.unreliable.add(source)
             if not repair and (not remaining or source in state.ended):
                 timing.note_results(source)
+                self._end_streams(source)  # it needs no more contributions
 
-    async def _reduce(self, state: RoundState, deadline: float) -> None:
+    async def _reduce(self, state: RoundState, deadline: float, latest: float) -> None:
         """Waits until all parts reduced here are complete, giving up contributors that fall silent or are too slow."""
         loop, stall_s = asyncio.get_running_loop(), self._limits.stall_timeout_s
         late_s = conduct.limit_s(state.plan.usual_s, self.slack_s()) if state.plan.usual_s else math.inf
-        soon = min(loop.time() + late_s, deadline)  # until when those are waited for that are always late
+        soon = min(loop.time() + late_s, deadline)  # until when members known to be late are waited for
+        num_owing = len(state.outstanding())
         probes: dict[int, asyncio.Task[bool]] = {}
         try:
             while len(state.reduced) < state.num_to_reduce:
-                until = deadline if loop.time() >= soon else soon
+                until = next((time for time in (soon, deadline, latest) if loop.time() < time), latest)
                 if not await self._reduced.wait(min(stall_s / 8, max(until - loop.time(), 0.0) + 0.01)):
                     now = time.monotonic()
                     for member in state.outstanding():
@@ -247,12 +280,8 @@ class Exchange:
                             self._give_up(state, member, "sent nothing")
                         elif member in probes and probes[member].done() and probes[member].result():
                             self._give_up(state, member, "is gone")
-                for member in state.outstanding() if loop.time() > soon else ():
-                    if loop.time() > deadline:
-                        self._give_up(state, member, "was too slow")
-                    elif self._is_late(state, member):
-                        parts = plural(state.give_up(member), "part")
-                        _LOGGER.info("%s is late as usual: %s averaged without it", self._name(state, member), parts)
+                if loop.time() > soon:
+                    self._give_up_late(state, num_owing, loop.time() > deadline, loop.time() > latest)
         finally:
             for probe in probes.values():
                 probe.cancel()
@@ -273,6 +302,22 @@ class Exchange:
             return True
         return False
 
+    def _give_up_late(self, state: RoundState, num_owing: int, is_over: bool, is_past: bool) -> None:
+        """Gives up members known to be late, and all that are late if the deadline `is_over` and they are few.
+
+        `num_owing`: members that owed contributions at the beginning. `is_past`: even the configured deadline is over.
+        """
+        for member in filter(partial(self._is_late, state), state.outstanding()):
+            parts = plural(state.give_up(member), "part")
+            _LOGGER.info("%s is late again: %s averaged without it", self._name(state, member), parts)
+        late = state.outstanding()
+        few = 2 * len(late) <= num_owing
+        if is_past or (few and (is_over or not state.tracks.conduct.is_patient)):
+            for member in late:
+                self._give_up(state, member, "was too slow", "late")
+        elif late:
+            self._timing.waited = True
+
     def _is_late(self, state: RoundState, member: int) -> bool:
         """Returns True if a member is not waited for longer than the median one."""
         return member in state.plan.without_duty or state.tracks.conduct.is_late(self._name(state, member))
@@ -280,10 +325,10 @@ class Exchange:
     def _name(self, state: RoundState, member: int) -> str:
         return state.group.members[member].peer_id
 
-    def _give_up(self, state: RoundState, member: int, why: str) -> None:
+    def _give_up(self, state: RoundState, member: int, why: str, kind: str = "lost") -> None:
         num_parts = state.give_up(member)
-        if num_parts:
-            error = ProtocolError("lost", f"{why}; {plural(num_parts, 'part')} averaged without it")
+        if num_parts and state is self._round and not state.committed:
+            error = ProtocolError(kind, f"{why}; {plural(num_parts, 'part')} averaged without it")
             self.on_fault(state.group.members[member].peer_id, error)
 
     async def _repair(self, state: RoundState, deadline: float) -> None:

@@ -51,6 +51,7 @@ class Gathering:
     lost: set[str] = field(default_factory=set)  # peers that cannot be reached, or do not come
     past: set[str] = field(default_factory=set)  # peers that report that this round is over
     elsewhere: set[str] = field(default_factory=set)  # peers that followed another leader when they were called
+    relieving: set[str] = field(default_factory=set)  # peers that say that this leader has no duty
     redirect: str | None = None
     changed: Changes = field(default_factory=Changes)
     over: bool = False  # most of the others say that the round is over
@@ -92,6 +93,11 @@ class Gathering:
         if peer.peer_id in self.elsewhere and limit_s >= self.window_s:
             until = max(until, passed_over + self.window_s)
         return now() < until
+
+    def redirect_to(self, leader: str) -> None:
+        """Sends those who are here to a better leader."""
+        self.redirect = leader
+        self.changed.notify()
 
     def present(self) -> dict[str, bytes]:
         """Returns the statements of the peers that still poll."""

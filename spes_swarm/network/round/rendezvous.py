@@ -17,7 +17,7 @@ move the median of their records.
 
 A newcomer defers to the initial peers: it follows them, and leads no round before its first commit. Peers that know it
 from earlier rounds may rank it first; it says that it defers, and they turn to the next. Peers that defer themselves
-keep following it. A peer that has lost its duties leads only if no other can.
+keep following it. A leader that has lost its duties is passed over at once.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ class Rendezvous:
     defers: Callable[[], bool]  # True while this peer leaves it to others to lead rounds
     target_round: Callable[[], int]  # the round that this peer wants to commit next
     on_called: Callable[[int], None]  # a leader calls for a round: the trainer should join as soon as its step is done
-    on_ahead: Callable[[int], None]  # others gather for the round after `target_round`, which this peer may have missed
+    on_ahead: Callable[[int], None]  # others gather for the round after `target_round`: this peer may have missed one
     leaves_out: Callable[[str], bool]  # a group that is closed here does not include this peer: it only owes, or is out
     vet: Vet  # checks that a peer may take part
     find_others: Callable[[], Awaitable[None]]  # waits for the others if this peer has slept and lost sight of them
-    has_duties: Callable[[], bool] = lambda: True  # otherwise this peer leads no round that another one can lead
+    on_stall: Callable[[str, int], None]  # a leader did not close the group of a round
+    without_duty: Callable[[], Collection[str]]  # who leads only if nobody else can, maybe this peer
     _voices: Voices = field(init=False)
     _patience: Patience = field(init=False)
     _gatherings: dict[int, Gathering] = field(default_factory=dict, init=False)
@@ -72,7 +73,7 @@ class Rendezvous:
     _following: tuple[int, str] | None = field(default=None, init=False)
     # By round: leaders that failed, also in earlier attempts.
     _failed: dict[int, set[str]] = field(default_factory=dict, init=False)
-    # Leaders that reported the round as over. They may have returned to it since: believed once per round.
+    # Leaders that reported the round as over. They may have returned to it since; this is believed once per round.
     _past: set[str] = field(default_factory=set, init=False)
     _returned: set[str] = field(default_factory=set, init=False)
     # Leaders that did not answer. Once per round, one that calls is followed again.
@@ -89,7 +90,7 @@ class Rendezvous:
 
     def __post_init__(self) -> None:
         self._patience = Patience(self.window_s)
-        self._voices = Voices(self.run_id, self.identity.peer_id, self.live_peers, self.defers, self.has_duties)
+        self._voices = Voices(self.run_id, self.identity.peer_id, self.live_peers, self.defers, self.without_duty)
 
     def describe(self) -> Iterator[str]:
         """Lines for the log: whom this peer follows, and which rounds it gathers."""
@@ -123,6 +124,10 @@ class Rendezvous:
         try:
             while now() < deadline:
                 leader = self._voices.best_leader(statement.round, failed | self._past, self.reachable)
+                if self._voices.relieves(leader, statement.round, failed | self._past, self.reachable):
+                    self._turn_to(leader)  # and pass it over as if it had failed: not all may know of it
+                    failed.add(leader)
+                    continue
                 if leader is None:
                     failed.clear()
                     self._forgive()
@@ -144,11 +149,7 @@ class Rendezvous:
         raise RoundError(f"no group formed for round {statement.round}")
 
     def _check_own_place(self, group: Group, statement: Statement) -> None:
-        """Checks that the group includes this peer with its current experts and reference.
-
-        A statement from an earlier attempt at the same round is accepted (fewer tokens give less weight), unless these
-        have changed since.
-        """
+        """Checks that the group includes this peer with its current experts and reference, if with fewer tokens."""
         index = group.index_of(self.identity.peer_id)
         if index is not None:
             old, new = group.members[index].statement, statement
@@ -169,8 +170,6 @@ class Rendezvous:
         elif now() - self._left_out_since > self.window_s + self.exchange_s:
             self._start_afresh()
             self.spend(group)
-
-    # Leading.
 
     def _gathering(self, round_number: int) -> Gathering:
         gathering = self._gatherings.get(round_number)
@@ -226,7 +225,8 @@ class Rendezvous:
                     self.on_called(round_number)
                     if self._following is not None and self._following[0] == round_number:
                         gathering.elsewhere.add(me)
-                if self._is_over(gathering, present):
+                # Do most of the voices that come or answer say that the round is over?
+                if self._voices.are_most(gathering.past, gathering.lost.difference(gathering.past, present)):
                     gathering.over = True
                     self._drop(round_number)
                     return
@@ -244,10 +244,6 @@ class Rendezvous:
             for task in callers.values():
                 task.cancel()
 
-    def _is_over(self, gathering: Gathering, present: Collection[str]) -> bool:
-        """Returns True if most of the voices that come or answer say that the round is over."""
-        return self._voices.are_most(gathering.past, absent=gathering.lost.difference(gathering.past, present))
-
     async def _call(self, peer_id: str, round_number: int, gathering: Gathering) -> None:
         """Calls one peer to the round again and again; marks it as lost if it cannot be reached."""
         arguments = {"run": self.run_id, "round": round_number}
@@ -259,12 +255,17 @@ class Rendezvous:
                 if peer_id in self._voices.others():
                     self._adopt_group(answer, round_number, peer_id, absent=gathering.lost)
                 leader = answer.get("leader")
+                if answer.get("relieved") is True and isinstance(leader, str):
+                    gathering.relieving.add(peer_id)
+                    if self._voices.are_most(gathering.relieving, gathering.lost):
+                        self._failed.setdefault(round_number, set()).add(self.identity.peer_id)
+                        gathering.redirect_to(leader)
+                        return
                 failed = self._failed.get(round_number, set())
                 if isinstance(leader, str) and self._voices.is_better(leader, round_number):
                     if leader not in failed:
                         self._note_return(leader)
-                        gathering.redirect = leader
-                        gathering.changed.notify()
+                        gathering.redirect_to(leader)
                         return
                     if peer_id in self._voices.others() - failed:
                         gathering.elsewhere.add(peer_id)
@@ -289,15 +290,12 @@ class Rendezvous:
             self._failed.get(round_number, set()).discard(leader)
             gathering = self._gatherings.get(round_number)
             if gathering is not None and gathering.redirect is None and self._voices.is_better(leader, round_number):
-                gathering.redirect = leader
-                gathering.changed.notify()
+                gathering.redirect_to(leader)
 
     def _note_return(self, leader: str) -> None:
         if leader in self._past:
             self._past.discard(leader)
             self._returned.add(leader)
-
-    # Following.
 
     async def _follow(
         self, leader: str, round_number: int, sealed: bytes, deadline: float, failed: set[str]
@@ -339,6 +337,8 @@ class Rendezvous:
                 continue
             if now() > patience or redirects > _MAX_REDIRECTS:
                 self.rpc.on_fault(leader, ProtocolError("leader", f"did not close the group of round {round_number}"))
+                if not redirects:  # otherwise it may be due to those who redirected this peer
+                    self.on_stall(leader, round_number)
                 failed.add(leader)
                 return None
             if isinstance(redirect, str) and redirect not in failed | {leader} and self._voices.may_lead(redirect):
@@ -359,7 +359,7 @@ class Rendezvous:
     def _refuses(self, redirect: str, round_number: int) -> bool:
         """Returns True if this peer rejects a redirect and its sender. If it may lead, it only goes up in rank."""
         me = self.identity.peer_id
-        leads = self.reachable and self.has_duties() and not self.defers() and not self._stands_aside(round_number)
+        leads = self.reachable and not self.defers() and not self._stands_aside(round_number)
         goes_down = self._voices.may_lead(redirect) and self._voices.ranks_before(me, redirect, round_number)
         return redirect == me or (leads and goes_down)
 
@@ -423,8 +423,6 @@ class Rendezvous:
 
     def _closed_group(self, round_number: int) -> Group | None:
         return self._closed if self._closed is not None and self._closed.round == round_number else None
-
-    # Serving.
 
     def _note_ahead(self, peer_id: str, round_number: int) -> None:
         """Notes a call for the round after the next one; see the top of this file."""
@@ -495,6 +493,7 @@ class Rendezvous:
             return {"target": target}
         self._try_again(peer_id, round_number)
         self.on_called(round_number)
+        relieved = {"relieved": True} if peer_id in self.without_duty() else {}
         if self._following is not None and self._following[0] == round_number:
-            return {"leader": self._following[1]}
+            return {"leader": self._following[1], **relieved}
         return {}

@@ -29,6 +29,7 @@ from spes_swarm.protocol.rounds.own_statement import Work, difference_rms, make_
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
 from spes_swarm.protocol.rounds.round_state import Bounds, CommitReport, RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
+from spes_swarm.protocol.rounds.vouchers import without_duty
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -139,7 +140,6 @@ class SyncRounds:
             with self.transfer.round_under_way():
                 commit = await self.exchange.run(books)
         except RoundError:
-            run.tracks.conduct.forget_round()
             self.rendezvous.spend(group)
             self._note_failure(group, books)
             raise
@@ -181,7 +181,9 @@ class SyncRounds:
         """Notes who has no duty, and says so when that changes."""
         standing, tracks = self.run_state.roster.standing, self.run_state.tracks
         before = standing.without_duty
-        standing.without_duty = frozenset(group.members[i].peer_id for i in plan.without_duty)
+        ids, vouched = [m.peer_id for m in group.members], [m.statement.vouched for m in group.members]
+        absent = [view.peer_id for view in self.run_state.roster.present() if view.peer_id not in ids]
+        standing.without_duty = frozenset(without_duty(ids, vouched, absent))
         for peer_id in standing.without_duty - before:
             own = ", ".join(tracks.conduct.doubts(peer_id, plan.round)) or "nothing"
             what = f"most members doubt it: it reduces nothing and leads no round (faults seen here: {own})"

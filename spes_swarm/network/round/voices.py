@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.round.gathering import rank
@@ -19,7 +19,7 @@ class Voices:
     peer_id: str  # this peer
     live_peers: Callable[[], Collection[Neighbour]]
     defers: Callable[[], bool]
-    may_lead_itself: Callable[[], bool] = lambda: True  # this peer has not lost its duties
+    without_duty: Callable[[], Collection[str]]
 
     def others(self) -> set[str]:
         """The other peers whose claims count here; all of them for a peer that defers, which has no members yet."""
@@ -29,20 +29,27 @@ class Voices:
     def best_leader(self, round_number: int, failed: Collection[str], reachable: bool) -> str | None:
         """Returns the best-ranked peer that may lead a round and has not failed.
 
-        `reachable`: others can connect to this peer. Peers without duty lead only if nobody else can.
+        `reachable`: others can connect to this peer.
         """
         able = [n for n in self.live_peers() if n.reachable and n.peer_id not in failed]
-        voices = [n for n in able if n.has_voice]
+        candidates = [n.peer_id for n in able if n.has_voice]
         if self.defers():
-            voices = voices or able
+            candidates = candidates or [n.peer_id for n in able]
         elif reachable and self.peer_id not in failed:
-            voices.append(Neighbour(self.peer_id, reachable, may_lead=self.may_lead_itself()))
-        candidates = [n.peer_id for n in voices if n.may_lead] or [n.peer_id for n in voices]
+            candidates.append(self.peer_id)
         return min(candidates, key=lambda peer: rank(self.run_id, round_number, peer), default=None)
+
+    def relieves(
+        self, leader: str | None, round_number: int, failed: Collection[str], reachable: bool
+    ) -> TypeGuard[str]:
+        """Returns True if a leader has no duty, and another one can lead."""
+        if leader is None or leader not in self.without_duty():
+            return False
+        return self.best_leader(round_number, {*failed, leader}, reachable) is not None
 
     def is_better(self, leader: str, round_number: int) -> bool:
         """Returns True if a peer may lead a round and ranks before this one."""
-        able = {n.peer_id for n in self.live_peers() if n.reachable and n.has_voice and n.may_lead}
+        able = {n.peer_id for n in self.live_peers() if n.reachable and n.has_voice}
         return leader in able and self.ranks_before(leader, self.peer_id, round_number)
 
     def ranks_before(self, leader: str, other: str, round_number: int) -> bool:
@@ -50,8 +57,8 @@ class Voices:
         return rank(self.run_id, round_number, leader) < rank(self.run_id, round_number, other)
 
     def may_lead(self, peer_id: str) -> bool:
-        """Returns True if a peer is live, can be connected to and has not lost its duties."""
-        return any(n.peer_id == peer_id and n.reachable and n.may_lead for n in self.live_peers())
+        """Returns True if a peer is live and can be connected to."""
+        return any(n.peer_id == peer_id and n.reachable for n in self.live_peers())
 
     def are_most(self, peers: Iterable[str], absent: Collection[str] = ()) -> bool:
         """Returns True if these are enough of the voices not `absent` to move the median of their claims."""

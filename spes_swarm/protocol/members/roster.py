@@ -151,13 +151,7 @@ class Roster:
         patience = self.standing.patience(training, window_s)
         voices = self.standing.voices(training)
         return [
-            Neighbour(
-                peer,
-                view.progress.reachable,
-                has_voice=peer in voices,
-                patience_s=patience[peer],
-                may_lead=peer not in self.standing.without_duty,
-            )
+            Neighbour(peer, view.progress.reachable, has_voice=peer in voices, patience_s=patience[peer])
             for peer, view in training.items()
         ]
 

@@ -48,7 +48,6 @@ class Neighbour:
     reachable: bool
     has_voice: bool = True  # its claims count
     patience_s: float = math.inf  # how long a round waits for it; the window or more: until it ends
-    may_lead: bool = True  # it has not lost its duties
 
 
 @dataclass(slots=True)

@@ -2,35 +2,35 @@
 
 A member that answers just before each deadline, whatever the deadline is, would slow all rounds for ever. So what
 counts as late is decided by the others: a member is late if it took more than twice as long as the median one, and a
-small share of a round on top. One that is late now and then costs nothing but that time. One that is late in two of
-its last eight exchanges is no longer waited for beyond that measure; what has arrived from it until then counts. A
-member with a slow line is late in this sense through no fault of its own: its work is in the rounds as far as it
-arrives, and nothing else follows.
+small share of a round on top. One that is late in two of its last eight exchanges is no longer waited for beyond that
+measure; what has arrived from it until then counts. A reducer waits longer, for whomever, in two of eight exchanges at
+most: its own results are late then, and one whose results are late in three of eight rests from reducing.
 
-Doubts are another matter. A member is doubted for what no slow line explains: work or results that never came, results
-or contributions outside their bounds, and a round that it led and did not close. They are one peer's opinion, and have
-an effect only where most agree; see vouchers.without_duty.
+A member with a slow line is late in this sense through no fault of its own: its work is in the rounds as far as it
+arrives, and nothing else follows. Doubts are another matter. A member is doubted for what no slow line explains: work
+or results that never came, results or contributions outside their bounds, and rounds that it led and did not close.
+They are one peer's opinion, and have an effect only where most agree; see vouchers.py.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median, median_low
 
-_REMEMBERED = 8  # exchanges
-_TOLERATED_LATE, _TOLERATED_FAULTS = 1, 2  # of these
-# A peer whose results were late twice in _REMEMBERED rounds reduces nothing in the next ones.
-_REST_ROUNDS = 2 * _REMEMBERED
+_REMEMBERED = 8  # exchanges, or rounds
+# Of these: how often a member may be late, a reducer may wait for somebody, its results may be late, a peer may fail.
+_TOLERATED_LATE, _TOLERATED_WAITS, _TOLERATED_RESULTS, _TOLERATED_FAULTS = 1, 2, 2, 2
+_REST_ROUNDS = 2 * _REMEMBERED  # in which a peer reduces nothing whose results were late too often
 # Leading is a duty of one round in as many as there are members, and a leader that fails costs a whole window.
-_LEADER_REMEMBERED = 64
+_LEADER_REMEMBERED, _TOLERATED_STALLS = 64, 1
 _MAX_PEERS = 4096  # remembered; those met least recently are forgotten first
 _NOISE_S = 0.25  # times that are shorter say more about the other processes of a machine than about a line
 _LATE_FACTOR = 2.0  # see `limit_s`
 _PACES = 3  # the usual pace is the median of so many exchanges: one that is slow for a reason changes it at once
 # Faults that are held against a peer. A stream that could not be opened is not: it may be this peer's line.
-FAULTS = frozenset({"lost", "missing", "clipped", "norm", "weight", "form", "part", "shape", "malformed", "leader"})
+FAULTS = frozenset({"lost", "missing", "clipped", "norm", "weight", "form", "part", "shape", "malformed"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,12 @@ class Delivery:
 @dataclass(slots=True)
 class _Record:
     late: deque[bool] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    failed: deque[str] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # kind of fault, "" for none
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # Mbit/s
-    late_results: int | None = None  # the last round in which its results were late
+    # Rounds in which its results were late, it failed (with the kind of fault), and it led without closing the group.
+    late_results: deque[int] = field(default_factory=lambda: deque(maxlen=_TOLERATED_RESULTS + 1))
+    failed: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=_TOLERATED_FAULTS + 1))
+    stalled: deque[int] = field(default_factory=lambda: deque(maxlen=_TOLERATED_STALLS + 1))
     rests_until: int = 0  # it reduces nothing before this round
-    stalled: int | None = None  # the last round that it led and did not close
 
 
 def limit_s(usual_s: float, slack_s: float) -> float:
@@ -58,11 +59,12 @@ def limit_s(usual_s: float, slack_s: float) -> float:
     return _LATE_FACTOR * usual_s + slack_s
 
 
-def late(times_s: Mapping[str, float], usual_s: float, slack_s: float) -> set[str]:
-    """Those that took more than twice as long as the median one, or as is usual, and `slack_s` on top."""
-    if not times_s:
+def late(times_s: Mapping[str, float], trusted: Collection[str], usual_s: float, slack_s: float) -> set[str]:
+    """Those that took more than twice as long as the median trusted one, or as is usual, and `slack_s` on top."""
+    measure = [seconds for peer, seconds in times_s.items() if peer in trusted]
+    if not measure:
         return set()
-    limit = limit_s(max(usual_s, median_low(times_s.values())), slack_s)
+    limit = limit_s(max(usual_s, median_low(measure)), slack_s)
     return {peer for peer, seconds in times_s.items() if seconds > limit}
 
 
@@ -72,7 +74,9 @@ class Conduct:
     def __init__(self) -> None:
         self._peers: OrderedDict[str, _Record] = OrderedDict()
         self._faults: dict[str, str] = {}  # of the round under way
-        self._paces: deque[float] = deque(maxlen=_PACES)
+        self._waits: deque[bool] = deque(maxlen=_REMEMBERED)  # whether this peer waited for a late member
+        # By the order of magnitude of what a member sends: without experts, a round is short.
+        self._paces: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_PACES))
 
     def _of(self, peer_id: str) -> _Record:
         record = self._peers.setdefault(peer_id, _Record())
@@ -81,12 +85,20 @@ class Conduct:
             self._peers.popitem(last=False)
         return record
 
-    def note_fault(self, peer_id: str, kind: str, round_number: int) -> None:
-        """Notes a fault of a peer in the round under way; one that is not in FAULTS changes nothing."""
-        if kind == "leader":
-            self._of(peer_id).stalled = round_number
-        elif kind in FAULTS:
+    def note_fault(self, peer_id: str, kind: str) -> None:
+        """Notes a fault of a peer in the exchange under way; one that is not in FAULTS changes nothing."""
+        if kind in FAULTS and len(self._faults) < _MAX_PEERS:
             self._faults.setdefault(peer_id, kind)
+
+    def note_stall(self, leader: str, round_number: int) -> None:
+        """Notes that a leader did not close the group of a round."""
+        stalled = self._of(leader).stalled
+        if round_number not in stalled:
+            stalled.append(round_number)
+
+    def begin(self) -> None:
+        """Notes that an exchange begins."""
+        self._faults = {}
 
     def exchanged(
         self,
@@ -94,64 +106,82 @@ class Conduct:
         deliveries: Mapping[str, Delivery],
         results_s: Mapping[str, float],
         *,
+        others: Collection[str],
+        trusted: Collection[str],
         usual_s: float,
         slack_s: float,
-        waited_s: float,
+        passed_s: float,
+        waited: bool = False,
     ) -> None:
-        """Notes the end of an exchange, with all others that were in its group.
+        """Notes the end of an exchange.
 
         Args:
             round_number: of the exchange.
             deliveries: of each member that owed contributions to this peer.
             results_s: of each reducer, when the last of its results arrived here; inf if some did not.
+            others: the other members of the group.
+            trusted: those that may be a measure for the others; see vouchers.may_reduce.
             usual_s: the usual time of this exchange by the group's statements; 0 if unknown.
             slack_s: what may be taken longer; see `late`.
-            waited_s: for how long contributions were awaited at most.
+            passed_s: how long the exchange took.
+            waited: this peer, as a reducer, waited for a member that was late.
         """
+        self._note_faults(round_number, others)
+        self._waits.append(waited)
         contributed_s = {peer: delivery.contributed_s for peer, delivery in deliveries.items()}
-        for peer in contributed_s.keys() | results_s.keys() | self._faults.keys():
-            self._of(peer).failed.append(self._faults.get(peer, ""))
-        self._faults = {}
-        late_contributors = late(contributed_s, usual_s, slack_s)
+        late_contributors = late(contributed_s, trusted, usual_s, slack_s)
         for peer, delivery in deliveries.items():
             record = self._of(peer)
             record.late.append(peer in late_contributors)
             if delivery.share > 0:
-                took_s = max(min(delivery.contributed_s, waited_s), _NOISE_S)
+                took_s = max(min(delivery.contributed_s, passed_s), _NOISE_S)
                 record.rates.append(8e-6 * delivery.num_bytes / took_s)
-        for peer in late(results_s, usual_s, slack_s):
+        for peer in late(results_s, trusted, usual_s, slack_s):
             record = self._of(peer)
-            if record.late_results is not None and round_number - record.late_results <= _REMEMBERED:
+            record.late_results.append(round_number)
+            if len(record.late_results) > _TOLERATED_RESULTS and round_number - record.late_results[0] < _REMEMBERED:
                 record.rests_until = round_number + _REST_ROUNDS
-            record.late_results = round_number
         # Whoever did not deliver all would have taken longer: if that holds for most, the next exchange waits longer.
-        paces = [min(d.contributed_s, 2 * waited_s) / d.elements * 1e6 for d in deliveries.values() if d.elements > 0]
-        if paces:
-            self._paces.append(median_low(paces))
+        measure = [deliveries[peer] for peer in deliveries if peer in trusted and deliveries[peer].elements > 0]
+        if measure:
+            paces = [1e6 * min(delivery.contributed_s, 2 * passed_s) / delivery.elements for delivery in measure]
+            self._paces[max(delivery.elements for delivery in measure).bit_length()].append(median_low(paces))
+
+    def _note_faults(self, round_number: int, others: Collection[str]) -> None:
+        failed = {peer: kind for peer, kind in self._faults.items() if peer in others}
+        self._faults = {}
+        if 2 * len(failed) < max(len(others), 3):  # with half of the others gone, it may be this peer that is cut off
+            for peer, kind in failed.items():
+                self._of(peer).failed.append((round_number, kind))
 
     @property
     def pace(self) -> float:
         """Seconds that the median member recently took for 10^6 values that it sends; 0 if nothing was measured."""
-        return float(median(self._paces)) if self._paces else 0.0
+        return float(median(self._paces[max(self._paces)])) if self._paces else 0.0
+
+    @property
+    def is_patient(self) -> bool:
+        """Returns True if this peer may wait for a member that is late for once."""
+        return sum(self._waits) < _TOLERATED_WAITS
 
     def is_late(self, peer_id: str) -> bool:
         """Returns True if a peer's contributions were late more often than may happen."""
         record = self._peers.get(peer_id)
         return record is not None and sum(record.late) > _TOLERATED_LATE
 
-    def rests(self, peer_id: str, round_number: int) -> bool:
-        """Returns True if a peer's results were late more often than may happen: it should reduce nothing."""
-        record = self._peers.get(peer_id)
-        return record is not None and round_number < record.rests_until
+    def resting(self, round_number: int) -> set[str]:
+        """The peers that should reduce nothing in a round, since their results were late more often than may happen."""
+        return {peer_id for peer_id, record in self._peers.items() if round_number < record.rests_until}
 
     def doubts(self, peer_id: str, round_number: int) -> tuple[str, ...]:
         """Why a peer is doubted in a round: the kinds of its faults; none if it is not."""
         record = self._peers.get(peer_id)
         if record is None:
             return ()
-        kinds = [kind for kind in record.failed if kind]
-        stalled = record.stalled is not None and round_number - record.stalled <= _LEADER_REMEMBERED
-        return tuple(sorted({*(kinds if len(kinds) > _TOLERATED_FAULTS else ()), *(["leader"] if stalled else ())}))
+        kinds = [kind for number, kind in record.failed if round_number - number <= _REMEMBERED]
+        stalls = [number for number in record.stalled if round_number - number <= _LEADER_REMEMBERED]
+        leads = ["leader"] if len(stalls) > _TOLERATED_STALLS else []
+        return tuple(sorted({*(kinds if len(kinds) > _TOLERATED_FAULTS else ()), *leads}))
 
     def doubted(self, round_number: int) -> set[str]:
         """The peers that are doubted in a round."""
@@ -160,7 +190,3 @@ class Conduct:
     def rates(self) -> dict[str, float]:
         """The usual upload rate of each peer that was measured, in Mbit/s."""
         return {peer: float(median_low(r.rates)) for peer, r in self._peers.items() if r.rates}
-
-    def forget_round(self) -> None:
-        """Drops the faults of a round that was not committed: then it is the group that has failed."""
-        self._faults = {}

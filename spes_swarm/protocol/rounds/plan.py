@@ -37,6 +37,7 @@ from spes_swarm.protocol.rounds.vouchers import (
     granted_ratios,
     may_reduce,
     measured_rates,
+    resting,
     without_duty,
 )
 
@@ -47,8 +48,6 @@ PARTS_PER_MEMBER = 16
 # No member reduces more than this many times an equal share, however fast it is, if another one can; and one whose
 # upload rate the others have not measured, no more than an equal share.
 MAX_REDUCING_SHARE = 2.0
-# Upload rates that differ from the median by no more than this factor count as equal: busy machines differ by as much.
-RATE_TOLERANCE = 2.0
 # A claim above this many times the median tokens is absurd; honest ones reach it at most in a round called early.
 _ABSURD_RATIO = 1e4
 
@@ -148,6 +147,7 @@ class Plan:
     # Experts that this round does not synchronise: their holders' work since the last synchronisation is not in the
     # reference, and stays in their live weights.
     deferred: frozenset[int] = frozenset()
+    trusted: frozenset[int] = frozenset()  # members that may reduce; see vouchers.may_reduce
     without_duty: frozenset[int] = frozenset()  # members that most doubt; see vouchers.without_duty
     pace: float = 0.0  # seconds that a member usually takes for 10^6 values that it sends; 0 if unknown
 
@@ -180,11 +180,6 @@ class Plan:
             for contribution in block.contributions:
                 sent[contribution.member] += sizes[index] - own[index, contribution.member]
         return sent
-
-    @property
-    def heals(self) -> bool:
-        """Returns True if a member has another base, so that full values are sent."""
-        return any(len(block.in_base) < self.num_members for block in self.blocks.values())
 
     @property
     def usual_s(self) -> float:
@@ -250,14 +245,16 @@ def make_plan(
     claims = tuple(bounds.claim(i, made[i], blocks.get(SHARED_BLOCK)) for i in range(len(members)))
     shared_rms, expert_rms = median_rms(bounds.stated)
     lengths = shared_rms, expert_rms if experts else None
-    idle, pace = reducers.without_duty, _usual_pace(members)
-    return Plan(group.round, len(members), blocks, tuple(parts), claims, lengths, frozenset(deferred), idle, pace)
+    trusted = reducers.trusted
+    pace = _usual_pace([members[i] for i in trusted])
+    duties = trusted, reducers.without_duty, pace
+    return Plan(group.round, len(members), blocks, tuple(parts), claims, lengths, frozenset(deferred), *duties)
 
 
 def _usual_pace(members: Sequence[Member]) -> float:
-    """Lower median of the stated paces; 0 if there is none."""
+    """Lower median of the stated paces; 0 if no more than half of these members state one."""
     paces = [member.statement.pace for member in members if member.statement.pace > 0]
-    return median_low(paces) if paces else 0.0
+    return median_low(paces) if 2 * len(paces) > len(members) else 0.0
 
 
 class _Bounds:
@@ -412,13 +409,6 @@ def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> list[tup
     return [(i, min(float(count), bounds.ratios[i] * median)) for i, count in raw.items() if count > 0]
 
 
-def _without_noise(rates: Sequence[float | None]) -> list[float | None]:
-    """Rates in which those within RATE_TOLERANCE of the median are the same."""
-    middle = median_low([rate for rate in rates if rate is not None] or [1.0])
-    lowest, highest = middle / RATE_TOLERANCE, middle * RATE_TOLERANCE
-    return [middle if rate is not None and lowest <= rate <= highest else rate for rate in rates]
-
-
 class _Reducers:
     """Chooses the reducers of parts, so that loads follow the measured upload rates within MAX_REDUCING_SHARE.
 
@@ -430,26 +420,26 @@ class _Reducers:
         self._members = members
         ids, vouched = [m.peer_id for m in members], [m.statement.vouched for m in members]
         idle = without_duty(ids, vouched)
-        self.without_duty = frozenset(i for i, without in enumerate(idle) if without)
-        self._trusted = [may and not without for may, without in zip(may_reduce(ids, vouched), idle, strict=True)]
-        measured = _without_noise(measured_rates(ids, vouched))
+        self.without_duty = frozenset(i for i, peer_id in enumerate(ids) if peer_id in idle)
+        self.trusted = frozenset(i for i, may in enumerate(may_reduce(ids, vouched)) if may) - self.without_duty
+        rest = resting(ids, vouched)
+        self._ready = frozenset(i for i in self.trusted if ids[i] not in rest)
+        measured = measured_rates(ids, vouched)
         self._rate = [
             min(member.statement.bandwidth_mbps, math.inf if rate is None else rate)
             for member, rate in zip(members, measured, strict=True)
         ]
         self._elements = [0] * len(members)  # that each member reduces
-        num_able = sum(
-            member.statement.reachable and trusted for member, trusted in zip(members, self._trusted, strict=True)
-        )
+        num_able = sum(members[i].statement.reachable for i in self._ready)
         equal_share = num_elements / max(num_able, 1)
         self._most = [equal_share * (1.0 if rate is None else MAX_REDUCING_SHARE) for rate in measured]
 
     def candidates(self, block_plan: BlockPlan, *, prefer_contributors: bool) -> list[int]:
-        """Members that may reduce a block: reachable, trusted and holding the base; for an expert its contributors, if
-        any can. If no trusted member holds the base, all that hold it may.
+        """Members that may reduce a block: reachable, trusted, not resting and holding the base; for an expert its
+        contributors, if any can. If no such member holds the base, all trusted ones may, or else all that hold it.
         """
         able = [i for i in sorted(block_plan.in_base) if self._members[i].statement.reachable]
-        able = [i for i in able if self._trusted[i]] or able
+        able = [i for i in able if i in self._ready] or [i for i in able if i in self.trusted] or able
         if prefer_contributors:
             contributors = {c.member for c in block_plan.contributions if c.form is Form.DELTA}
             return [i for i in able if i in contributors] or able

@@ -1,6 +1,6 @@
 """The faults that are reported after a round: clipped contributions and missing parts.
 
-Faults are for people to read and for the monitor to count; no decision depends on them.
+Faults are for people to read and for the monitor to count. Some are held against a peer; see conduct.py.
 """
 
 from __future__ import annotations

@@ -95,9 +95,7 @@ class TrackRecords:
         self._failed = recent | dict.fromkeys(peers, round_number)
 
     def may_reduce(self, peer_id: str, round_number: int) -> bool:
-        """Returns True if a peer has delivered in recent rounds, and in time; see RECENT_ROUNDS and conduct.py."""
-        if self.conduct.rests(peer_id, round_number):
-            return False
+        """Returns True if a peer has delivered in recent rounds; see RECENT_ROUNDS."""
         delivered, failed = self._delivered.get(peer_id), self._failed.get(peer_id)
         oldest = round_number - RECENT_ROUNDS
         return delivered is not None and delivered >= oldest and (failed is None or failed < oldest)
@@ -139,11 +137,12 @@ class TrackRecords:
     def to_vouchers(self, round_number: int) -> bytes:
         """The vouchers for this peer's statement of a round."""
         reducers = {peer_id for peer_id in self._delivered if self.may_reduce(peer_id, round_number)}
-        recent = {peer for peer, last in self._delivered.items() if last >= round_number - RECENT_ROUNDS}
+        recent = {peer for peer, last in self._last_commit.items() if last >= round_number - RECENT_ROUNDS}
         return vouchers(
             {peer_id: self.earned(peer_id) for peer_id in self._borne_out},
             reducers,
             round_number,
-            doubted=self.conduct.doubted(round_number),
+            doubted=self.conduct.doubted(round_number) & self._last_commit.keys(),
+            resting=self.conduct.resting(round_number) & recent,
             rates={peer_id: rate for peer_id, rate in self.conduct.rates().items() if peer_id in recent},
         )

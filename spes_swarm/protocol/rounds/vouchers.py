@@ -9,8 +9,11 @@ delivered in the commits that it shared with them (see track_record.py), and say
   peer earns a larger ratio by commits in which it claimed that ratio and its contributions were in order. A ratio is
   granted if more than half of the other members vouch for it.
 - A peer that failed in several recent rounds is doubted (see conduct.py). One that more than half of the trusted
-  members doubt has no duty: it reduces nothing, leads no round, gives no moments, and is not waited for.
+  members doubt has no duty: it reduces nothing, leads no round, gives no moments, and is not waited for. In the same
+  way, one whose results were late again and again rests from reducing.
 - The upload rate that was measured decides how much a peer reduces; what it declares itself only lowers that.
+
+Trusted are those that may reduce by the first rule: what strangers say changes nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ _MARK_BYTES = 8
 VOUCHER_BYTES = _MARK_BYTES + 2
 MAX_VOUCHED = 128  # peers that one statement can name: 1,280 bytes
 MAX_EARNED_RATIO = 16.0
-_REDUCES, _DOUBTED, _RATIO = 0x80, 0x40, 0x3F  # flags in the byte of the ratio
-# Code c of a rate means 2^((c - _CODE_OF_ONE) / _CODES_PER_DOUBLING) Mbit/s; 0 is none. From 1 kbit/s on.
-_CODES_PER_DOUBLING, _CODE_OF_ONE = 4, 41
+_REDUCES, _DOUBTED, _RESTS, _RATIO = 0x80, 0x40, 0x20, 0x1F  # flags in the byte of the ratio, and the rest of it
+# Code c of a rate means 2^((c - _CODE_OF_ONE) / 4) Mbit/s; 0 is none. From 1 kbit/s on.
+_CODE_OF_ONE, _ROOTS = 41, (1.0, 2**0.25, 2**0.5, 2**0.75)
+_SAME_RATE = 4  # rates whose codes differ from the median by no more count as equal: busy machines differ twofold
 
 
 def vouchers(
@@ -39,18 +43,20 @@ def vouchers(
     round_number: int = 0,
     *,
     doubted: Collection[str] = (),
+    resting: Collection[str] = (),
     rates: Mapping[str, float] | None = None,
 ) -> bytes:
-    """Encodes earned ratios, the peers that may reduce, those that are doubted, and measured rates (Mbit/s).
+    """Encodes earned ratios, who may reduce, who is doubted, who should rest, and measured rates (Mbit/s).
 
     If there are too many, it names those that it doubts and those with the largest ratios, and of the others a
     selection that changes from round to round and is the same at all members.
     """
     codes = {peer_id: _rate_code(rate) for peer_id, rate in (rates or {}).items()}
     ratios = {peer_id: int(ratio) for peer_id, ratio in earned.items() if int(ratio) > MAX_WEIGHT_RATIO}
+    flags = (_REDUCES, reducers), (_DOUBTED, doubted), (_RESTS, resting)
     said = {
-        peer_id: ratios.get(peer_id, 0) | _REDUCES * (peer_id in reducers) | _DOUBTED * (peer_id in doubted)
-        for peer_id in {*ratios, *reducers, *doubted, *codes}
+        peer_id: ratios.get(peer_id, 0) + sum(flag for flag, peers in flags if peer_id in peers)
+        for peer_id in {*ratios, *reducers, *doubted, *resting, *codes}
     }
     salt = round_number.to_bytes(8, "little")
 
@@ -86,41 +92,56 @@ def may_reduce(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[bool]:
     return [most == 0 or 2 * count > most for count in votes]
 
 
-def without_duty(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[bool]:
-    """Which members have no duty: those that more than half of the other trusted members doubt, and at least two.
+def without_duty(peer_ids: Sequence[str], vouched: Sequence[bytes], also: Sequence[str] = ()) -> set[str]:
+    """The members, and the peers `also`, that have no duty: more than half of the other trusted members doubt them.
 
-    Trusted are those that may reduce, so that strangers change nothing. Of two members neither can tell the group
-    which one of them has failed.
+    These must be at least two: of two members neither can tell the group which one of them has failed.
     """
-    trusted = may_reduce(peer_ids, vouched)
-    votes = [0] * len(peer_ids)
-    for voter, named in enumerate(_named(peer_ids, vouched)):
-        for member, (value, _) in named.items():
-            votes[member] += trusted[voter] and value & _DOUBTED > 0
-    voters = [sum(trusted) - trusted[member] for member in range(len(peer_ids))]
-    return [count >= 2 and 2 * count > others for count, others in zip(votes, voters, strict=True)]
+    return _said_by_most(_DOUBTED, peer_ids, vouched, also)
+
+
+def resting(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> set[str]:
+    """The members that should reduce nothing for a while, in the opinion of as many."""
+    return _said_by_most(_RESTS, peer_ids, vouched)
+
+
+def _said_by_most(flag: int, peer_ids: Sequence[str], vouched: Sequence[bytes], also: Sequence[str] = ()) -> set[str]:
+    everybody = [*peer_ids, *also]
+    trusted = [*may_reduce(peer_ids, vouched), *(False for _ in also)]
+    votes = [0] * len(everybody)
+    for voter, named in enumerate(_named(everybody, vouched)):
+        for index, (value, _) in named.items():
+            votes[index] += trusted[voter] and value & flag > 0
+    others = [sum(trusted) - is_trusted for is_trusted in trusted]
+    return {peer for peer, count, most in zip(everybody, votes, others, strict=True) if count >= 2 and 2 * count > most}
 
 
 def measured_rates(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[float | None]:
-    """Each member's upload rate, in Mbit/s: the lower median of what the others have measured.
+    """Each member's upload rate, in Mbit/s: the lower median of what the other trusted members have measured.
 
-    None for one whom no more than half of the others have measured.
+    None for one whom no more than half of them have measured. Rates that hardly differ from the median are the same.
     """
+    trusted = may_reduce(peer_ids, vouched)
     codes: list[list[int]] = [[] for _ in peer_ids]
-    for named in _named(peer_ids, vouched):
+    for voter, named in enumerate(_named(peer_ids, vouched)):
         for member, (_, code) in named.items():
-            if code:
+            if code and trusted[voter]:
                 codes[member].append(code)
-    enough = (len(peer_ids) - 1) // 2 + 1
-    return [_rate(median_low(said)) if len(said) >= enough else None for said in codes]
+    found = [
+        median_low(said) if 2 * len(said) > sum(trusted) - is_trusted and said else None
+        for said, is_trusted in zip(codes, trusted, strict=True)
+    ]
+    middle = median_low([code for code in found if code is not None] or [0])
+    return [None if code is None else _rate(middle if abs(code - middle) <= _SAME_RATE else code) for code in found]
 
 
 def _rate_code(rate_mbps: float) -> int:
-    return min(max(round(_CODE_OF_ONE + _CODES_PER_DOUBLING * math.log2(max(rate_mbps, 1e-9))), 1), 0xFF)
+    return min(max(round(_CODE_OF_ONE + 4 * math.log2(max(rate_mbps, 1e-9))), 1), 0xFF)
 
 
 def _rate(code: int) -> float:
-    return float(2 ** ((code - _CODE_OF_ONE) / _CODES_PER_DOUBLING))
+    doublings, quarters = divmod(code - _CODE_OF_ONE, 4)
+    return math.ldexp(_ROOTS[quarters], doublings)  # the same on all machines, as the plan depends on it
 
 
 def _named(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[dict[int, tuple[int, int]]]:
