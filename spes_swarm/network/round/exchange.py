@@ -162,6 +162,7 @@ class Exchange:
         watch = asyncio.ensure_future(self._give_up_reducers(begun + deadlines.result_s, len(reducers)))
         try:
             await asyncio.gather(*tasks)
+            watch.cancel()
             state.finished = True
             if state.missing():
                 await self._repair(state, begun + deadlines.repair_s)
@@ -182,7 +183,8 @@ class Exchange:
 
     def _end_streams(self, reducer: int) -> None:
         for limit in self._open[reducer]:
-            limit.reschedule(asyncio.get_running_loop().time())
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
 
     async def _give_up_reducers(self, deadline: float, num_reducers: int) -> None:
         """Ends the streams with late reducers at a deadline, or once these are no more than half of all."""
@@ -269,7 +271,7 @@ class Exchange:
         probes: dict[int, asyncio.Task[bool]] = {}
         try:
             while len(state.reduced) < state.num_to_reduce:
-                until = next((time for time in (soon, deadline, latest) if loop.time() < time), latest)
+                until = next((at for at in (soon, deadline, latest) if loop.time() < at), latest)
                 if not await self._reduced.wait(min(stall_s / 8, max(until - loop.time(), 0.0) + 0.01)):
                     now = time.monotonic()
                     for member in state.outstanding():
