@@ -32,8 +32,10 @@ class Version(NamedTuple):
 PROTOCOL: Final = Version(3, 0)
 
 
-def check_version(value: object, writer: str, oldest: int = PROTOCOL.major) -> Version:
-    """Reads the version of a message; None, for a message without one, is version 1. `oldest`: accepted major version.
+def check_version(value: object, writer: str, oldest: int | None = None) -> Version:
+    """Reads the version of a message; None, for a message without one, is version 1.
+
+    `oldest`: the oldest major version that is accepted; None: this one alone.
 
     Raises:
         ProtocolError: (`malformed`) it is not a version; (`version`) it has another major version: the error names both
@@ -44,7 +46,7 @@ def check_version(value: object, writer: str, oldest: int = PROTOCOL.major) -> V
     if not (is_pair and min(numbers) >= 0 and max(numbers) < 1 << 16):
         raise ProtocolError("malformed", f"the version of {writer} is not a list of two small numbers")
     version = Version(*numbers)
-    if not oldest <= version.major <= PROTOCOL.major:
+    if not (PROTOCOL.major if oldest is None else oldest) <= version.major <= PROTOCOL.major:
         upgrade = writer if version < PROTOCOL else "this side"
         raise ProtocolError("version", f"{writer} speaks protocol {version}, this side {PROTOCOL}: upgrade {upgrade}")
     return version
