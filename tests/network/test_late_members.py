@@ -67,7 +67,7 @@ def always_late(state: RoundState) -> None:
         times_s = {peer_id: 5.0 if peer_id == SLOW else 0.1 for peer_id in others}
         deliveries = {peer_id: Delivery(1, 1.0, 1.0, seconds) for peer_id, seconds in times_s.items()}
         times: dict[str, Any] = {"usual_s": 0.1, "slack_s": 0.1, "passed_s": 9.0}
-        state.tracks.conduct.exchanged(number, deliveries, {}, others=others, trusted=others, **times)
+        state.tracks.conduct.exchanged(number, deliveries, {}, trusted=others, **times)
 
 
 @asynccontextmanager

@@ -317,7 +317,7 @@ def test_the_limit_of_an_invitation_counts_those_whom_its_delegates_admit() -> N
 def test_whoever_is_first_is_first_after_a_restart_too() -> None:
     """Ada's first start failed before its first commit: the file has the uses in their order, displaced ones too."""
     file: list[bytes] = []
-    while len(file) < 2:  # by chance of the key, nobody is displaced
+    while len(file) < 2:  # with some keys, nobody is displaced
         live, sent = membership(), invitation(uses=1)
         file = [act for peer in "abcdef" if (act := live.learn(peer, sent.admit(peer), NOW)) is not None]
     again = membership()

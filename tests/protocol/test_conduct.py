@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -21,6 +22,13 @@ def delivery(contributed_s: float, elements: int = 1_000_000, share: float = 1.0
     return Delivery(elements, share, num_bytes=2 * elements * share, contributed_s=contributed_s)
 
 
+def among(others: Iterable[str] = OTHERS) -> Conduct:
+    """The record of a peer that exchanges with these."""
+    conduct = Conduct()
+    conduct.begin(others)
+    return conduct
+
+
 def exchange(
     conduct: Conduct, number: int, pushed_s: dict[str, float], results_s: dict[str, float] | None = None
 ) -> None:
@@ -28,7 +36,6 @@ def exchange(
         number,
         {peer: delivery(seconds) for peer, seconds in pushed_s.items()},
         results_s or {},
-        others=OTHERS,
         trusted=OTHERS,
         **TIMES,
     )
@@ -57,7 +64,7 @@ def test_the_last_of_two_or_more_others_is_late_but_not_the_only_one() -> None:
 
 
 def test_lateness_is_tolerated_once_in_eight_exchanges_and_clears_itself() -> None:
-    conduct = Conduct()
+    conduct = among()
     exchange(conduct, 1, in_time(d=5.0))
     assert not conduct.is_late("d")
     for number in range(2, 9):
@@ -74,13 +81,13 @@ def test_lateness_is_tolerated_once_in_eight_exchanges_and_clears_itself() -> No
 
 
 def test_who_is_late_as_a_reducer_three_times_rests_and_comes_back() -> None:
-    conduct = Conduct()
+    conduct = among()
     for number in (1, 2, 3):
         assert not conduct.resting(number)
         exchange(conduct, number, in_time(), in_time(d=5.0))
     assert [number for number in range(4, 40) if conduct.resting(number) == {"d"}] == list(range(4, 19))
     assert not conduct.is_late("d")  # its own work came in time
-    again = Conduct()
+    again = among()
     for number in (1, 5, 9, 13, 17):  # too seldom
         exchange(again, number, in_time(), in_time(d=5.0))
         assert not again.resting(number + 1)
@@ -88,11 +95,11 @@ def test_who_is_late_as_a_reducer_three_times_rests_and_comes_back() -> None:
 
 def test_a_reducer_waits_in_two_of_eight_exchanges() -> None:
     """It would be late itself otherwise, and rest for the delays of others."""
-    conduct = Conduct()
+    conduct = among()
     patient = []
     for number in range(20):
         patient.append(conduct.is_patient)
-        conduct.exchanged(number, {}, {}, others=OTHERS, trusted=OTHERS, **TIMES, waited=conduct.is_patient)
+        conduct.exchanged(number, {}, {}, trusted=OTHERS, **TIMES, waited=conduct.is_patient)
     assert patient == ([True] * 2 + [False] * 7) * 2 + [True] * 2
 
 
@@ -102,7 +109,7 @@ def fail(conduct: Conduct, number: int, peer: str, kind: str) -> None:
 
 
 def test_three_faults_in_eight_exchanges_are_a_reason_for_doubt() -> None:
-    conduct = Conduct()
+    conduct = among()
     fail(conduct, 1, "d", "lost")
     fail(conduct, 2, "d", "clipped")
     assert conduct.doubted(3) == set()
@@ -113,7 +120,7 @@ def test_three_faults_in_eight_exchanges_are_a_reason_for_doubt() -> None:
 
 
 def test_several_faults_in_one_round_count_once_and_those_of_a_failed_round_not_at_all() -> None:
-    conduct = Conduct()
+    conduct = among()
     for number in (1, 2):
         for kind in ("lost", "missing", "norm"):
             conduct.note_fault("d", kind)
@@ -121,21 +128,21 @@ def test_several_faults_in_one_round_count_once_and_those_of_a_failed_round_not_
     assert conduct.doubted(3) == set()
     for _ in range(3):
         conduct.note_fault("d", "lost")
-        conduct.begin()
+        conduct.begin(OTHERS)
     exchange(conduct, 6, in_time())
     assert conduct.doubted(7) == set()
 
 
 @pytest.mark.parametrize("kind", ["push", "pull", "late", "refused", "busy", "round", "version", "duty"])
 def test_what_may_be_due_to_the_line_or_to_this_peer_is_no_reason(kind: str) -> None:
-    conduct = Conduct()
+    conduct = among()
     for number in range(1, 20):
         fail(conduct, number, "d", kind)
     assert conduct.doubted(20) == set()
 
 
 def test_a_leader_that_did_not_close_two_groups_is_doubted_for_long() -> None:
-    conduct = Conduct()
+    conduct = among()
     for _ in range(3):
         conduct.note_stall("d", 5)  # several attempts at one round
     assert conduct.doubted(6) == set()
@@ -145,7 +152,7 @@ def test_a_leader_that_did_not_close_two_groups_is_doubted_for_long() -> None:
 
 
 def test_whoever_finds_fault_with_half_of_the_others_may_be_cut_off() -> None:
-    conduct = Conduct()
+    conduct = among()
     for number in range(1, 9):
         for peer in ("a", "b"):
             conduct.note_fault(peer, "missing")
@@ -154,22 +161,21 @@ def test_whoever_finds_fault_with_half_of_the_others_may_be_cut_off() -> None:
 
 
 def test_rounds_without_experts_say_nothing_about_those_with_them() -> None:
-    conduct = Conduct()
+    conduct = among()
     for number in range(12):
         elements, seconds = (1_000_000, 1.0) if number % 4 == 0 else (10_000, 0.1)
         deliveries = {peer: delivery(seconds, elements) for peer in OTHERS}
-        conduct.exchanged(number, deliveries, {}, others=OTHERS, trusted=OTHERS, **TIMES)
+        conduct.exchanged(number, deliveries, {}, trusted=OTHERS, **TIMES)
     assert conduct.pace == pytest.approx(1.0)
 
 
 def test_the_pace_is_the_median_member_s_in_the_median_of_three_exchanges() -> None:
-    conduct = Conduct()
+    conduct = among()
     assert conduct.pace == 0
     conduct.exchanged(
         1,
         {"a": delivery(0.3), "b": delivery(0.2, 500_000), "c": delivery(9.0), "d": delivery(0.1)},
         {},
-        others=OTHERS,
         trusted=OTHERS,
         usual_s=0.0,
         slack_s=math.inf,
@@ -182,31 +188,31 @@ def test_the_pace_is_the_median_member_s_in_the_median_of_three_exchanges() -> N
 
 
 def test_when_nobody_comes_in_time_the_next_exchanges_wait_longer() -> None:
-    conduct = Conduct()
+    conduct = among()
     for number in range(3):
         exchange(conduct, number, in_time())
     passed_s = 2.0
     for number in range(3, 10):
         nobody = {peer: delivery(math.inf, share=0.5) for peer in OTHERS}
         times: dict[str, Any] = {"usual_s": conduct.pace, "slack_s": SLACK_S, "passed_s": passed_s}
-        conduct.exchanged(number, nobody, {}, others=OTHERS, trusted=OTHERS, **times)
+        conduct.exchanged(number, nobody, {}, trusted=OTHERS, **times)
         passed_s = 4 * conduct.pace
     assert conduct.pace > 60
 
 
 def test_rates_are_what_arrived_in_the_time_that_it_took() -> None:
-    conduct = Conduct()
+    conduct = among()
     assert conduct.rates() == {}
     half = delivery(math.inf, share=0.5)  # a million bytes in two seconds
-    conduct.exchanged(1, {"a": delivery(1.0), "b": half}, {}, others=OTHERS, trusted=OTHERS, **TIMES)
+    conduct.exchanged(1, {"a": delivery(1.0), "b": half}, {}, trusted=OTHERS, **TIMES)
     assert conduct.rates() == pytest.approx({"a": 16.0, "b": 4.0})
     nothing = delivery(math.inf, share=0.0)
-    conduct.exchanged(2, {"a": nothing}, {}, others=OTHERS, trusted=OTHERS, **TIMES)
+    conduct.exchanged(2, {"a": nothing}, {}, trusted=OTHERS, **TIMES)
     assert conduct.rates() == pytest.approx({"a": 16.0, "b": 4.0})
 
 
 def test_among_peers_that_take_no_time_nobody_is_faster() -> None:
-    conduct = Conduct()
+    conduct = among()
     exchange(conduct, 1, {"a": 0.01, "b": 0.2, "c": 2.0})
     assert conduct.rates() == pytest.approx({"a": 64.0, "b": 64.0, "c": 8.0})
 
@@ -214,7 +220,7 @@ def test_among_peers_that_take_no_time_nobody_is_faster() -> None:
 def test_peers_that_differ_by_chance_are_rarely_late_and_never_doubted() -> None:
     """Times of a busy machine: now and then, a peer takes several times as long as the others."""
     rng = random.Random(0)
-    conduct, late_rounds = Conduct(), 0
+    conduct, late_rounds = among(), 0
     for number in range(2000):
         exchange(conduct, number, {peer: 0.1 * rng.lognormvariate(0, 0.5) for peer in OTHERS})
         late_rounds += any(conduct.is_late(peer) for peer in OTHERS)
@@ -223,13 +229,12 @@ def test_peers_that_differ_by_chance_are_rarely_late_and_never_doubted() -> None
 
 
 def test_countless_identities_do_not_fill_the_memory_or_push_out_who_is_known() -> None:
-    conduct = Conduct()
+    conduct = among()
     for number in (1, 2, 3):
         for i in range(5000):
             conduct.note_fault(f"stranger{number}-{i}", "malformed")
-        fault = {"d": "lost"}
-        conduct.begin()
-        conduct.note_fault(*next(iter(fault.items())))
+        conduct.note_fault("d", "lost")
+        assert conduct._faults == {"d": "lost"}
         exchange(conduct, number, in_time())
     assert conduct.doubted(4) == {"d"}
     for number in range(5000):
@@ -238,11 +243,11 @@ def test_countless_identities_do_not_fill_the_memory_or_push_out_who_is_known() 
 
 
 def test_the_pace_is_that_of_trusted_members_and_faults_of_others_are_forgotten() -> None:
-    conduct = Conduct()
     slow = {f"stranger{i}": delivery(math.inf, share=0.0) for i in range(9)}
+    conduct = among(["a", *slow])
     for number in range(1, 4):
         for peer in ("stranger0", "elsewhere"):
             conduct.note_fault(peer, "lost")
-        conduct.exchanged(number, {"a": delivery(0.1), **slow}, {}, others=["a", *slow], trusted=["a"], **TIMES)
+        conduct.exchanged(number, {"a": delivery(0.1), **slow}, {}, trusted=["a"], **TIMES)
     assert conduct.pace == pytest.approx(0.1)
     assert conduct.doubted(4) == {"stranger0"}  # of those that were not in the exchange, nothing is remembered

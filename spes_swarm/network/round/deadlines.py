@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Self
 
 from spes_swarm.config.run import RoundConfig
@@ -58,11 +58,11 @@ class Deadlines:
     @classmethod
     def of(cls, limits: ExchangeLimits, plan: Plan) -> Self:
         """The deadlines of an exchange by this plan."""
+        latest = cls.configured(limits)
         if plan.usual_s <= 0:
-            return cls.configured(limits)
-        longest = [share * limits.timeout_s for share in _SHARES]
+            return latest
         collect_s = _PATIENCE * plan.usual_s + limits.stall_timeout_s / 2
-        return cls(*(min(most, multiple * collect_s) for most, multiple in zip(longest, _MULTIPLES, strict=True)))
+        return cls(*(min(most, times * collect_s) for most, times in zip(astuple(latest), _MULTIPLES, strict=True)))
 
 
 @dataclass(eq=False)

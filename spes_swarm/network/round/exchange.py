@@ -108,7 +108,6 @@ class Exchange:
             plan.round,
             {ids[i]: delivery for i, delivery in self._timing.deliveries().items()},
             {ids[i]: seconds for i, seconds in self._timing.results_s.items()},
-            others=[peer_id for i, peer_id in enumerate(ids) if i != state.me],
             trusted={ids[i] for i in plan.trusted},
             usual_s=plan.usual_s,
             slack_s=self.slack_s(),
@@ -124,7 +123,7 @@ class Exchange:
         """Starts serving the streams of this round."""
         self._round, self._timing = state, Timing(state.plan, state.me)
         self._open.clear()
-        state.tracks.conduct.begin()
+        state.tracks.conduct.begin(member.peer_id for i, member in enumerate(state.group.members) if i != state.me)
         self._last_heard = dict.fromkeys(range(state.plan.num_members), time.monotonic())
         state.on_reduced = self._reduced.notify
         self._begun.notify()

@@ -149,7 +149,7 @@ class Rendezvous:
         raise RoundError(f"no group formed for round {statement.round}")
 
     def _check_own_place(self, group: Group, statement: Statement) -> None:
-        """Checks that the group includes this peer with its current experts and reference, if with fewer tokens."""
+        """Checks that the group includes this peer with its current experts and reference; fewer tokens will do."""
         index = group.index_of(self.identity.peer_id)
         if index is not None:
             old, new = group.members[index].statement, statement

@@ -32,7 +32,7 @@ class ExpertChange:
 
 
 class Leases:
-    """The experts of one peer. `voices` picks the peers whose claims count: only their leases reserve experts."""
+    """The experts of one peer. Of the others' leases, only those of peers that `voices` returns reserve experts."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ They are one peer's opinion, and have an effect only where most agree; see vouch
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median, median_low
 
@@ -73,7 +73,8 @@ class Conduct:
 
     def __init__(self) -> None:
         self._peers: OrderedDict[str, _Record] = OrderedDict()
-        self._faults: dict[str, str] = {}  # of the round under way
+        self._others: frozenset[str] = frozenset()  # the other members of the exchange under way
+        self._faults: dict[str, str] = {}  # their faults in it
         self._waits: deque[bool] = deque(maxlen=_REMEMBERED)  # whether this peer waited for a late member
         # By the order of magnitude of what a member sends: without experts, a round is short.
         self._paces: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_PACES))
@@ -86,8 +87,8 @@ class Conduct:
         return record
 
     def note_fault(self, peer_id: str, kind: str) -> None:
-        """Notes a fault of a peer in the exchange under way; one that is not in FAULTS changes nothing."""
-        if kind in FAULTS and len(self._faults) < _MAX_PEERS:
+        """Notes a fault of a member of the exchange under way; those of others, or not in FAULTS, change nothing."""
+        if kind in FAULTS and peer_id in self._others:
             self._faults.setdefault(peer_id, kind)
 
     def note_stall(self, leader: str, round_number: int) -> None:
@@ -96,9 +97,9 @@ class Conduct:
         if round_number not in stalled:
             stalled.append(round_number)
 
-    def begin(self) -> None:
-        """Notes that an exchange begins."""
-        self._faults = {}
+    def begin(self, others: Iterable[str]) -> None:
+        """Notes that an exchange with these other members begins."""
+        self._others, self._faults = frozenset(others), {}
 
     def exchanged(
         self,
@@ -106,7 +107,6 @@ class Conduct:
         deliveries: Mapping[str, Delivery],
         results_s: Mapping[str, float],
         *,
-        others: Collection[str],
         trusted: Collection[str],
         usual_s: float,
         slack_s: float,
@@ -119,14 +119,13 @@ class Conduct:
             round_number: of the exchange.
             deliveries: of each member that owed contributions to this peer.
             results_s: of each reducer, when the last of its results arrived here; inf if some did not.
-            others: the other members of the group.
             trusted: those that may be a measure for the others; see vouchers.may_reduce.
             usual_s: the usual time of this exchange by the group's statements; 0 if unknown.
             slack_s: what may be taken longer; see `late`.
             passed_s: how long the exchange took.
             waited: this peer, as a reducer, waited for a member that was late.
         """
-        self._note_faults(round_number, others)
+        self._hold_faults(round_number)
         self._waits.append(waited)
         contributed_s = {peer: delivery.contributed_s for peer, delivery in deliveries.items()}
         late_contributors = late(contributed_s, trusted, usual_s, slack_s)
@@ -147,10 +146,9 @@ class Conduct:
             paces = [1e6 * min(delivery.contributed_s, 2 * passed_s) / delivery.elements for delivery in measure]
             self._paces[max(delivery.elements for delivery in measure).bit_length()].append(median_low(paces))
 
-    def _note_faults(self, round_number: int, others: Collection[str]) -> None:
-        failed = {peer: kind for peer, kind in self._faults.items() if peer in others}
-        self._faults = {}
-        if 2 * len(failed) < max(len(others), 3):  # with half of the others gone, it may be this peer that is cut off
+    def _hold_faults(self, round_number: int) -> None:
+        failed, self._faults = self._faults, {}
+        if 2 * len(failed) < max(len(self._others), 3):  # with half of them gone, this peer itself may be cut off
             for peer, kind in failed.items():
                 self._of(peer).failed.append((round_number, kind))
 

@@ -27,13 +27,15 @@ from blake3 import blake3
 from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
 
 _MARK_BYTES = 8
-# The first bytes of a digest of the peer id; a byte with the ratio and two flags; the code of the rate.
+# The first bytes of a digest of the peer id; a byte with the ratio and three flags; the code of the rate.
 VOUCHER_BYTES = _MARK_BYTES + 2
 MAX_VOUCHED = 128  # peers that one statement can name: 1,280 bytes
 MAX_EARNED_RATIO = 16.0
 _REDUCES, _DOUBTED, _RESTS, _RATIO = 0x80, 0x40, 0x20, 0x1F  # flags in the byte of the ratio, and the rest of it
 # Code c of a rate means 2^((c - _CODE_OF_ONE) / 4) Mbit/s; 0 is none. From 1 kbit/s on.
-_CODE_OF_ONE, _ROOTS = 41, (1.0, 2**0.25, 2**0.5, 2**0.75)
+# Square roots are rounded alike on all machines, as the plan depends on rates; powers may not be.
+_CODE_OF_ONE, _ROOT = 41, math.sqrt(2)
+_ROOTS = (1.0, math.sqrt(_ROOT), _ROOT, _ROOT * math.sqrt(_ROOT))
 _SAME_RATE = 4  # rates whose codes differ from the median by no more count as equal: busy machines differ twofold
 
 
@@ -141,7 +143,7 @@ def _rate_code(rate_mbps: float) -> int:
 
 def _rate(code: int) -> float:
     doublings, quarters = divmod(code - _CODE_OF_ONE, 4)
-    return math.ldexp(_ROOTS[quarters], doublings)  # the same on all machines, as the plan depends on it
+    return math.ldexp(_ROOTS[quarters], doublings)
 
 
 def _named(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[dict[int, tuple[int, int]]]:
