@@ -31,7 +31,7 @@ from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.model.losses import cross_entropy_of_sequences
-from spes_swarm.training.held_out import held_out_loss
+from spes_swarm.training.health.held_out import held_out_loss
 
 DRAWS = 500
 BATCH_SIZE = 16

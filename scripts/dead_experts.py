@@ -20,7 +20,7 @@ from scripts.testing.study.peers import initial_holdings, room_of, rules_of
 from scripts.testing.study.running import open_stream
 from spes_swarm.config.data_source import STDLIB
 from spes_swarm.config.file import load_config
-from spes_swarm.training.routing_health import DeadExperts
+from spes_swarm.training.health.routing_health import DeadExperts
 
 
 def main() -> int:

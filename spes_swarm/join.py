@@ -103,6 +103,11 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     )
     peer.add_argument("--reference-storage", metavar="auto|memory|disk", help="where the swarm's weights are kept")
     peer.add_argument(
+        "--previous-reference",
+        metavar="auto|memory|disk|none",
+        help="where what is needed to take back a harmful round is kept",
+    )
+    peer.add_argument(
         "--activation-checkpointing", metavar="none|layers|selective", help="recompute activations to save memory"
     )
     peer.add_argument(

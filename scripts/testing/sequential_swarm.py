@@ -32,13 +32,14 @@ from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.ownership.lease_table import reassign_group
 from spes_swarm.protocol.ownership.reassignment import Rules, choose_experts
+from spes_swarm.protocol.rounds.outcome import Bounds
 from spes_swarm.protocol.rounds.own_statement import difference_rms
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
-from spes_swarm.protocol.rounds.round_state import Bounds, RoundState
+from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group, Member, Statement
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 from spes_swarm.training.gradients import Gradients, loss_weights
-from spes_swarm.training.held_out import HeldOutText
+from spes_swarm.training.health.held_out import HeldOutText
 from spes_swarm.training.live_weights import LiveWeights
 from spes_swarm.training.optimiser.expert_moments import WarmUp
 from spes_swarm.training.optimiser.registry import make_optimiser

@@ -38,6 +38,9 @@ class PeerConfig(Section):
     optimizer_states: Annotated[str, Pattern(r"device|int8|host", "device, int8 or host")] = "device"
     # Where the reference and the contribution are; auto: on the disk of output_dir if memory is short.
     reference_storage: Annotated[str, Pattern(r"auto|memory|disk", "auto, memory or disk")] = "auto"
+    # Where what takes back the last commit is: a second reference, and this peer's trained weights before it; auto: on
+    # the disk if memory is short or the reference is there; none: other peers send it if need be.
+    previous_reference: Annotated[str, Pattern(r"auto|memory|disk|none", "auto, memory, disk or none")] = "auto"
     # How the experts of a layer are computed.
     kernel: Annotated[str, Pattern(r"torch|megablocks|loop", "torch, megablocks or loop")] = "torch"
     num_threads: Annotated[int, Range(1, 2**12)] | None = None  # CPU threads of the trainer; None = torch decides

@@ -230,6 +230,13 @@ class Round(RoundMetrics, Event):
     digest: Annotated[str, Of("digest of the whole reference", "hex BLAKE3")]
     experts_held: Annotated[Sequence[int], Of("experts that this peer holds from now on", "expert indices")]
     merge_alpha: Annotated[float | None, Of("weight of the expert merge; null: none", "fraction", tracked=True)]
+    loss_rose: Annotated[
+        bool | None,
+        Of("whether this peer's loss had risen since the commit before; null: not known", "boolean"),
+    ] = None
+    taken_back: Annotated[
+        int | None, Of("the round that this one takes back, as most peers' loss had risen", "round", omitted=True)
+    ] = None
     payload_bytes_sent: Annotated[int | None, Of("payload sent; null: not known", "bytes", tracked=True)] = None
     payload_bytes_received: Annotated[int | None, Of("payload received; null: not known", "bytes", tracked=True)] = None
 

@@ -413,7 +413,9 @@ class RunServices(RunCommands):
         if round_number <= self._state.reference.round + 2:
             self._ahead = round_number
 
-    async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
+    async def run_round(
+        self, tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None = None
+    ) -> RoundReport | CaughtUp:
         """See RunCommands."""
         self._door.check_self(self._state.identity.peer_id)
         self._round_task = asyncio.current_task()
@@ -421,7 +423,7 @@ class RunServices(RunCommands):
         # Writing a record slows a short round, which is over before others could read it.
         announcement = asyncio.get_running_loop().call_later(_SHORT_ROUND_S, self._announcer.announce_soon)
         try:
-            outcome = await self._hold_round(tokens, routed, leaving)
+            outcome = await self._hold_round(tokens, routed, leaving, loss_rose)
             self._door.members.settle({self._state.identity.peer_id, *self._door.voices()})
             self._listener.notify(self._view())  # the trainer's is from before the commit
             return outcome
@@ -448,7 +450,9 @@ class RunServices(RunCommands):
             self._round_task.cancel()
             await asyncio.wait({self._round_task})
 
-    async def _hold_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
+    async def _hold_round(
+        self, tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None
+    ) -> RoundReport | CaughtUp:
         # A frozen node slows the DHT for seconds while the other peers wait; records are read all the time anyway. All
         # peers begin a round at the same time, so a search by each delays short rounds.
         if steady_clock() - self._company.read_at > _FRESH_S:
@@ -464,7 +468,7 @@ class RunServices(RunCommands):
             self._rendezvous.reset()
             self._state.roster.standing.without_duty = frozenset()  # as of a group that others have left behind
             return caught_up
-        return await self._rounds.hold(self._target_round(), tokens, routed, leaving)
+        return await self._rounds.hold(self._target_round(), tokens, routed, leaving, loss_rose)
 
     async def traffic(self) -> tuple[int, int]:
         """See RunCommands."""

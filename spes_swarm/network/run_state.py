@@ -20,6 +20,7 @@ from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.members.swarm_tokens import SwarmTokens
 from spes_swarm.protocol.ownership.lease_table import Leases
 from spes_swarm.protocol.ownership.reassignment import Rules
+from spes_swarm.protocol.rounds.taking_back import Previous
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 
 
@@ -32,6 +33,7 @@ class RunState:
     initial_peers: frozenset[str]  # ids of the initial peers, other than this one
     reference: Reference
     contribution_N: FloatArray  # shared with the trainer
+    previous: Previous  # for taking back the last commit
     roster: Roster
     leases: Leases
     tracks: TrackRecords = field(default_factory=TrackRecords)
@@ -47,13 +49,17 @@ class RunState:
         rotate_every, expert_every = run.ownership.rotate_every_rounds, run.round.expert_every
         rules = Rules(run.ownership.replicas, rotate_every, run.most_experts, expert_every)
         values_N = attach_from(settings.trainer_pid, settings.reference_fd, layout.num_elements)
-        standing = Standing(initial_peers)
+        standing, previous = Standing(initial_peers), Previous()
+        if settings.previous_fd is not None:
+            both_N = attach_from(settings.trainer_pid, settings.previous_fd, 2 * layout.num_elements)
+            previous = Previous(both_N[: layout.num_elements], both_N[layout.num_elements :])
         return cls(
             settings=settings,
             identity=identity,
             initial_peers=initial_peers,
             reference=Reference(layout, values_N),
             contribution_N=attach_from(settings.trainer_pid, settings.contribution_fd, layout.num_elements),
+            previous=previous,
             roster=Roster(me, run.round.progress_ttl_s, standing),
             leases=Leases(me, layout.num_experts, rules, run.round.lease_s, standing.voices),
         )

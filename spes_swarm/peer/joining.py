@@ -29,7 +29,7 @@ from spes_swarm.network.link.daemon import listen_again, with_port
 from spes_swarm.peer.barrier import await_training
 from spes_swarm.peer.local_data import held_out_batches
 from spes_swarm.peer.memory.capacity import choose_device
-from spes_swarm.peer.memory.host_memory import shared_vectors
+from spes_swarm.peer.memory.host_memory import place_of_previous, room_for_previous, shared_vectors
 from spes_swarm.peer.memory.peer_plan import plan_peer
 from spes_swarm.peer.panel import PeerConsole, experts_text, round_line
 from spes_swarm.peer.run_data import PeerData
@@ -202,9 +202,10 @@ class Joining:
                 "install the version that the run uses"
             )
         self._wanted = parse_experts(self._peer.experts, self._layout.num_experts)
-        self._reference, self._contribution = shared_vectors(
-            self._layout.num_elements, self._peer.reference_storage, self._context.directory.path
-        )
+        size, peer, directory = self._layout.num_elements, self._peer, self._context.directory.path
+        self._reference, self._contribution = shared_vectors(size, peer.reference_storage, directory)
+        place = place_of_previous(size, peer.reference_storage, peer.previous_reference)
+        self._previous = room_for_previous(size, place, directory)
 
     def _fill_reference(self) -> None:
         """Fills the reference from local sources: a checkpoint or initial weights."""
@@ -235,6 +236,7 @@ class Joining:
             layout=self._layout,
             reference_fd=self._reference.fd,
             contribution_fd=self._contribution.fd,
+            previous_fd=None if self._previous is None else self._previous.fd,
             trainer_pid=os.getpid(),
             client_mode=self._reach.reachable is False,
             bandwidth_mbps=peer.upload_mbps or _DEFAULT_BANDWIDTH_MBPS,
@@ -246,9 +248,10 @@ class Joining:
         )
         review_reach = not (peer.client_mode or peer.assume_reachable)
         self._ask(Commands.open_run, COMMAND_TIMEOUT_S, settings=settings, review_reach=review_reach)
-        # The network process has mapped both by now; the mappings outlive the descriptors.
-        self._reference.close()
-        self._contribution.close()
+        # The network process has mapped them by now; the mappings outlive the descriptors.
+        for vector in filter(None, (self._reference, self._contribution, self._previous)):
+            vector.close()
+        self._previous = None
         self._tokens_per_step = self._batch_size * self._run.training.sequence_length
         self._announce("joining")
         # From here on the peer answers others, so a script that starts a swarm need not wait for its first step.

@@ -163,9 +163,12 @@ class RunCommands(Protocol):
 
     # Rounds.
 
-    async def run_round(self, *, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
+    async def run_round(
+        self, *, tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None = None
+    ) -> RoundReport | CaughtUp:
         """Holds a round with the contribution in shared memory, the tokens processed since the last commit and those
-        routed to each expert held since its last synchronisation. `leaving`: it is this peer's last round.
+        routed to each expert held since its last synchronisation. `leaving`: it is this peer's last round. `loss_rose`:
+        since the last commit, None if this peer cannot tell.
 
         Raises:
             RoundError: nothing was committed; the reference and the contribution are unchanged.

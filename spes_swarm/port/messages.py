@@ -15,7 +15,7 @@ from spes_swarm.protocol.members.records import State
 from spes_swarm.protocol.members.round_metrics import RoundMetrics
 from spes_swarm.protocol.members.routing_report import NOTHING_REPORTED, RoutingReport
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
-from spes_swarm.protocol.rounds.round_state import CommitReport
+from spes_swarm.protocol.rounds.outcome import CommitReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,7 @@ class RunSettings:
     layout: Layout
     reference_fd: int
     contribution_fd: int
+    previous_fd: int | None  # room for a reference and a contribution; None: nothing is kept to take commits back
     trainer_pid: int
     client_mode: bool
     bandwidth_mbps: float

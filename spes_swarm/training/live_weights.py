@@ -73,14 +73,17 @@ class LiveWeights:
             finite = finite and math.isfinite(float(values_N.sum(dtype=np.float64)))
         return finite
 
-    def follow(self, blocks: Iterable[int]) -> None:
-        """Applies the outcome of a round to these blocks: the contribution where trained, else the reference."""
+    def follow(self, blocks: Iterable[int], *, entirely: bool = False) -> None:
+        """Applies the outcome of a round to these blocks: the contribution where trained, else the reference.
+
+        With `entirely`, progress made during the round is dropped.
+        """
         trained = frozenset(self.trained_blocks)
         for index in blocks:
             where = self._where(index)
             if index not in trained:
                 self._model.write_block(index, self._reference_N[where])
-            elif not self._overlap:
+            elif entirely or not self._overlap:
                 self._model.write_block(index, self._contribution_N[where])
             else:
                 live_N = self._read(index)

@@ -63,6 +63,16 @@ class LocalWork:
         self.routed_E -= routed_E
         return sum(losses) / len(losses) if losses else None
 
+    def put_back(self) -> None:
+        """Returns the work that a round was to take, and has not."""
+        self._taken = None
+
+    def take_back(self, experts: Iterable[int]) -> None:
+        """Drops the work since the last commit, with which these experts have gone back to before it."""
+        self.steps = self.tokens = 0
+        self.routed_E[list(experts)] = 0
+        self._losses, self._taken = [], None
+
     def forget_experts(self, experts: Iterable[int]) -> None:
         """Zeroes the counts of experts that change hands: tokens routed to a foreign expert have not trained it."""
         self.routed_E[list(experts)] = 0

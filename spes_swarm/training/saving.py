@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError
 from spes_swarm.metrics import events
+from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.port.commands import Commands
-from spes_swarm.storage.checkpoint import CheckpointMeta, checkpoints_in
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
+from spes_swarm.protocol.consensus.reference import ReferenceTable
+from spes_swarm.storage.checkpoint import Checkpoint, CheckpointMeta, checkpoints_in
 from spes_swarm.storage.checkpoint_writing import PeerState, Written, save_checkpoint
 from spes_swarm.training.live_weights import LiveWeights
 from spes_swarm.training.local_work import LocalWork
 from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
-from spes_swarm.training.optimiser.saved_state import optimiser_arrays
+from spes_swarm.training.optimiser.saved_state import load_optimiser_arrays, optimiser_arrays
 from spes_swarm.training.setup import TrainerSetup
 
 _COMMAND_TIMEOUT_S = 60.0
@@ -203,3 +207,42 @@ class CheckpointSaver:
             swarm_tokens=swarm_tokens,
         )
         return meta, table.digests
+
+
+def restore_weights(
+    checkpoint: Checkpoint,
+    table: ReferenceTable,
+    model: SparseModel,
+    optimiser: PeerOptimiser,
+    live: LiveWeights,
+    live_N: FloatArray,
+    work: LocalWork,
+) -> None:
+    """Restores weights, moments and work from a checkpoint, except what the swarm's reference, of `table`, outdates.
+
+    `live_N` (N,), a vector of the whole model, is overwritten.
+    """
+    meta, layout, held = checkpoint.meta, model.layout, model.held
+    late = table.round > meta.round
+    # The saved optimiser state is that of the experts held then; those that are held again keep their moments.
+    model.hold(meta.held, optimiser)
+    load_optimiser_arrays(optimiser, dict(model.trainable_parameters()), checkpoint.optimiser())
+    model.hold(held, optimiser)
+    # Only now: an expert that was not held then may have been rounded.
+    live.reset_to_reference()
+    if not late:  # the saved blocks, written below, are merged already
+        live.merge_if_due(table.round)
+    checkpoint.live(layout, live_N)
+    behind = table.digest.hex() != meta.reference_digest
+    routed = [0] * layout.num_experts
+    for block in layout.trained_blocks(expert for expert in held if expert in meta.held):
+        # Shared weights move in every round, so the saved ones are useful only if no round was missed.
+        # An expert that no other peer has trained meanwhile continues from its saved weights.
+        unchanged = block.index != SHARED_BLOCK and table.versions[block.index] == meta.versions[block.index]
+        if not behind or unchanged:
+            model.write_block(block.index, live_N[block.start : block.stop])
+            if block.expert is not None:
+                routed[block.expert] = meta.routed[block.expert]
+    if late:
+        live.merge_if_due(table.round, meta.round)
+    work.restore(*((0, 0) if behind else (meta.steps_in_round, meta.tokens)), routed)

@@ -27,24 +27,24 @@ from spes_swarm.metrics import events
 from spes_swarm.model.flops import ModelFlops
 from spes_swarm.port.commands import Commands
 from spes_swarm.port.messages import CaughtUp, Presence, RoundLosses, RoundReport
-from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.protocol.consensus.reference import ReferenceTable
+from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.storage.checkpoint import Checkpoint
-from spes_swarm.training.divergence import DivergenceGuard
 from spes_swarm.training.gradients import Gradients, GradientSource, autocast, loss_weights
 from spes_swarm.training.handover import Handover
-from spes_swarm.training.held_out import HeldOutLoss, HeldOutText
+from spes_swarm.training.health.divergence import DivergenceGuard
+from spes_swarm.training.health.held_out import HeldOutLoss, HeldOutText
+from spes_swarm.training.health.loss_watch import LossWatch
+from spes_swarm.training.health.routing_health import RoutingHealth
 from spes_swarm.training.live_weights import LiveWeights
 from spes_swarm.training.local_work import LocalWork, finite_or_none
 from spes_swarm.training.optimiser.registry import make_optimiser
-from spes_swarm.training.optimiser.saved_state import load_optimiser_arrays
 from spes_swarm.training.out_of_memory import StepMemory
 from spes_swarm.training.profiling import span, start_profiler
 from spes_swarm.training.ranks.shared_gradients import SharedGradients
 from spes_swarm.training.round_due import Pace, others_train, wait_until_none_trains
 from spes_swarm.training.round_event import RoundEvents
-from spes_swarm.training.routing_health import RoutingHealth
-from spes_swarm.training.saving import CheckpointSaver
+from spes_swarm.training.saving import CheckpointSaver, restore_weights
 from spes_swarm.training.setup import TrainerSetup
 from spes_swarm.training.throughput import Throughput, peak_flops
 
@@ -89,6 +89,7 @@ class Trainer:
         self._work = LocalWork(setup.model.layout.num_experts)
         self._saver = CheckpointSaver(setup, self._live, self._optimiser, self._work)
         self._divergence = DivergenceGuard()
+        self._watch = LossWatch()
         self._total_tokens = 0
         self._losses: RoundLosses | None = None
         self._flops = ModelFlops.of(setup.model, training.sequence_length)
@@ -116,34 +117,11 @@ class Trainer:
 
     def restore(self, checkpoint: Checkpoint, table: ReferenceTable) -> None:
         """Starts from a checkpoint, and adopts what the swarm has committed since."""
-        meta, layout, held = checkpoint.meta, self._model.layout, self._model.held
-        late = table.round > meta.round
-        self.round = table.round
-        # The saved optimiser state is that of the experts held then; those that are held again keep their moments.
-        self._model.hold(meta.held, self._optimiser)
-        load_optimiser_arrays(self._optimiser, dict(self._model.trainable_parameters()), checkpoint.optimiser())
-        self._model.hold(held, self._optimiser)
-        # Only now: an expert that was not held then may have been rounded.
-        self._live.reset_to_reference()
-        if not late:  # the saved blocks, written below, are merged already
-            self._live.merge_if_due(self.round)
         live_N = self._setup.contribution_N
-        checkpoint.live(layout, live_N)
-        behind = table.digest.hex() != meta.reference_digest
-        routed = [0] * layout.num_experts
-        for block in layout.trained_blocks(expert for expert in held if expert in meta.held):
-            # Shared weights move in every round, so the saved ones are useful only if no round was missed.
-            # An expert that no other peer has trained meanwhile continues from its saved weights.
-            unchanged = block.index != SHARED_BLOCK and table.versions[block.index] == meta.versions[block.index]
-            if not behind or unchanged:
-                self._model.write_block(block.index, live_N[block.start : block.stop])
-                if block.expert is not None:
-                    routed[block.expert] = meta.routed[block.expert]
-        if late:
-            self._live.merge_if_due(self.round, meta.round)
-        self.step = meta.step
+        restore_weights(checkpoint, table, self._model, self._optimiser, self._live, live_N, self._work)
+        meta = checkpoint.meta
+        self.round, self.step = table.round, meta.step
         self._total_tokens = meta.step * self._tokens_per_step  # exact unless the batch size has changed
-        self._work.restore(*((0, 0) if behind else (meta.steps_in_round, meta.tokens)), routed)
         if not self._setup.sampler.restore(meta.cursor):
             self._setup.say("the data, or the way in which peers divide it, has changed: its order restarts")
 
@@ -272,6 +250,7 @@ class Trainer:
             self._announce("training")
             return
         self._divergence.stepped()
+        self._watch.add_step(self._loss)
         self._handover.warm_up.step(self._model, self._optimiser.step)
         self._work.add_step(self._tokens_per_step, routed_E, self._loss)
         self._routing.add_step(routed_LE, self._model.held)
@@ -305,6 +284,7 @@ class Trainer:
         self._work.discard()
 
     def _reset_to_reference(self) -> None:
+        self._watch.restart()
         self._live.reset_to_reference()
         self._live.merge_if_due(self.round)
         self._optimiser.state.clear()
@@ -344,6 +324,7 @@ class Trainer:
             tokens=self._work.tokens,
             routed=tuple(int(self._work.routed_E[expert]) for expert in self._model.held),
             leaving=self._leaving or self._is_last_round(),
+            loss_rose=self._watch.verdict,
         )
         return True
 
@@ -386,6 +367,7 @@ class Trainer:
         previous, self.round = self.round, report.round
         self._live.follow_all()
         self._live.merge_if_due(self.round, previous)
+        self._watch.restart()
         self._setup.metrics.write(
             events.Sync(round=report.round, seconds=report.seconds, payload_bytes=report.payload_bytes, why=report.why)
         )
@@ -398,14 +380,21 @@ class Trainer:
         started = time.monotonic()
         previous, self.round = self.round, report.commit.round
         setup.sampler.follow(report.commit.members)
-        self._live.follow(report.commit.changed_blocks)
-        train_loss = self._work.commit(report.commit.deferred_experts)
+        loss_rose, commit = self._watch.verdict, report.commit
+        self._live.follow(commit.changed_blocks, entirely=commit.taken_back is not None and not commit.keeps_work)
+        train_loss = self._settle_work(commit)
         self._divergence.committed()
         self._change_experts(report)
         alpha = self._live.merge_if_due(self.round, previous)
+        if commit.taken_back is None:
+            self._watch.committed(judged=alpha is None and not commit.unites)
+        else:
+            self._watch.returned()
+            setup.say(f"most peers' loss has risen: the swarm has taken back round {commit.taken_back}")
         self._rounds_done += 1
         applied = time.monotonic()
-        held_out = self._evaluate()
+        if (held_out := self._evaluate()) is not None:
+            self._watch.add_evaluation(held_out.mean, held_out.stderr)
         self._losses = RoundLosses(
             round=self.round,
             peers=len(report.commit.members),
@@ -426,6 +415,8 @@ class Trainer:
             digest=report.digest,
             experts_held=self._model.held,
             merge_alpha=alpha,
+            loss_rose=loss_rose,
+            taken_back=commit.taken_back,
             **dataclasses.asdict(self._losses),
         )
         self._report(event, held_out)
@@ -433,6 +424,17 @@ class Trainer:
         self._saver.after_round(self.round, self.step)
         if setup.publishing is not None:
             setup.publishing.consider(self.round, lambda: self._saver.start(self.round, self.step))
+
+    def _settle_work(self, commit: CommitReport) -> float | None:
+        """Subtracts the work that a round has taken; returns the mean loss of its steps, None if unknown."""
+        if commit.taken_back is None:
+            return self._work.commit(commit.deferred_experts)
+        if commit.keeps_work:
+            self._work.put_back()
+        else:
+            experts = (self._model.layout.blocks[index].expert for index in commit.changed_blocks)
+            self._work.take_back(expert for expert in experts if expert is not None)
+        return None
 
     def _change_experts(self, report: RoundReport) -> None:
         """Gives up and adopts experts, as the commit has decided."""

@@ -99,8 +99,8 @@ def test_another_run_is_not_the_expected_one(manifest: Manifest) -> None:
 
 
 def test_a_manifest_names_the_version_of_its_founder(manifest: Manifest) -> None:
-    assert json.loads(manifest.data)["protocol"] == [3, 0]
-    newer = changed(manifest, lambda content: content.update(protocol=[3, 9], surprise=1))
+    assert json.loads(manifest.data)["protocol"] == [4, 0]
+    newer = changed(manifest, lambda content: content.update(protocol=[4, 9], surprise=1))
     assert open_manifest(newer, "peer").run == run_config()
 
 
@@ -125,7 +125,7 @@ def model_settings(**values: Any) -> Callable[[Content], object]:
     [
         (lambda content: content.update(format=FORMAT + 1), rf"format {FORMAT + 1}; .* supports format {FORMAT}"),
         (
-            lambda content: content.update(protocol=[4, 1], format="another"),
+            lambda content: content.update(protocol=[5, 1], format="another"),
             r"from peer cannot be used: its founder speaks protocol 4\.1, this side 3\.0: upgrade this side$",
         ),
         (

@@ -38,8 +38,9 @@ from spes_swarm.protocol.bitmap import bitmap
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.protocol.rounds.plan import Contribution, Form, Part
-from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
+from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.helpers.hosts import MEMBERS
 from tests.helpers.run_settings import settings_without_trainer
 

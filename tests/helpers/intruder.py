@@ -38,8 +38,9 @@ from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
 from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.rounds.outcome import Bounds
 from spes_swarm.protocol.rounds.plan import Part, make_plan
-from spes_swarm.protocol.rounds.round_state import Bounds, RoundState
+from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
 from tests.helpers.hostile_peer import joined
 from tests.helpers.hosts import MEMBERS

@@ -22,7 +22,7 @@ from spes_swarm.port.commands import Port
 from spes_swarm.port.messages import CaughtUp, Presence, RoundReport, SwarmView, TokenCounts
 from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
-from spes_swarm.protocol.rounds.round_state import CommitReport
+from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.training.setup import TrainerSetup
 from spes_swarm.training.trainer import Trainer

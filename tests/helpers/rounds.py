@@ -18,10 +18,13 @@ from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.rounds.frames import Frame
+from spes_swarm.protocol.rounds.outcome import Bounds, CommitReport
 from spes_swarm.protocol.rounds.own_statement import difference_rms
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
-from spes_swarm.protocol.rounds.round_state import Bounds, CommitReport, RoundState
+from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
+from spes_swarm.protocol.rounds.taking_back import Previous
+from spes_swarm.protocol.rounds.track_record import TrackRecords
 
 RUN_ID = "test-run"
 UNBOUNDED = Bounds(max_update_rms=1e3, bounded=False)
@@ -64,6 +67,8 @@ class FakePeer:
     room: int | None = None  # as many as it holds
     leaving: bool = False
     lineage: Lineage = field(default_factory=lambda: Lineage({}))
+    previous: Previous = field(default_factory=Previous)
+    loss_rose: bool | None = None
     reports: list[CommitReport] = field(default_factory=list)
 
 
@@ -95,6 +100,8 @@ def form(peers: Sequence[FakePeer], round_number: int) -> Group:
             fixed=False,
             leaving=p.leaving,
             leased=bytes(num_bitmap_bytes(p.reference.layout.num_experts)),
+            before=p.previous.digest(p.reference),
+            loss_rose=p.loss_rose,
         )
         sealed.append(seal_statement(who, RUN_ID, statement))
     return form_group(RUN_ID, round_number, sealed, len(peers[0].reference.layout.blocks))
@@ -119,7 +126,7 @@ def hold_round(
     bounds = BOUNDED if clip else UNBOUNDED
     codecs = get_codec(codec), get_codec(result_codec or codec)
     states = [
-        RoundState(group, plan, i, p.reference, p.live_N, codecs[0], bounds, result_codec=codecs[1])
+        RoundState(group, plan, i, p.reference, p.live_N, codecs[0], bounds, TrackRecords(), codecs[1], p.previous)
         for i, p in enumerate(peers)
     ]
     for sender, state in enumerate(states):

@@ -20,6 +20,7 @@ def settings_without_trainer(
         layout=layout,
         reference_fd=reference.fd,
         contribution_fd=contribution.fd,
+        previous_fd=None,
         trainer_pid=os.getpid(),
         client_mode=False,
         bandwidth_mbps=100.0,

@@ -17,8 +17,9 @@ from spes_swarm.network.round.deadlines import Deadlines, ExchangeLimits
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.rounds.conduct import Delivery
+from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.protocol.rounds.plan import Plan, make_plan
-from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
+from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group
 from spes_swarm.protocol.rounds.vouchers import vouchers
 from tests.helpers.hosts import MEMBERS, Host, hosts, run

@@ -11,7 +11,8 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import found_run
 from spes_swarm.network.round.sync_round import SyncRounds
 from spes_swarm.network.run_state import RunState
-from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
+from spes_swarm.protocol.rounds.outcome import CommitReport
+from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.rounds import FakePeer, form, identities

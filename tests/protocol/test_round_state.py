@@ -14,8 +14,9 @@ from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT, get_codec
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.outcome import Bounds
 from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
-from spes_swarm.protocol.rounds.round_state import Bounds, RoundState
+from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 from tests.helpers.rounds import BOUNDED, UNBOUNDED, FakePeer, form, peer, small_layout
 from tests.helpers.swarm import TINY_RUN, merged

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from scripts.testing.local_peer import LocalPeer
 from spes_swarm.base.errors import DivergenceError
-from spes_swarm.training.divergence import DivergenceGuard
+from spes_swarm.training.health.divergence import DivergenceGuard
 from tests.helpers.poisoned_join import launch_poisoned
 from tests.helpers.swarm import equal_digests, swarm
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from spes_swarm.training.held_out import HeldOutText, held_out_loss
+from spes_swarm.training.health.held_out import HeldOutText, held_out_loss
 
 
 def text(every_rounds: int, num_batches: int = 1) -> HeldOutText:

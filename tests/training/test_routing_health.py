@@ -19,7 +19,7 @@ from spes_swarm.model.merge import layer_similarities
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model
 from spes_swarm.protocol.members.routing_report import DEAD_STEPS
 from spes_swarm.training.gradients import Gradients
-from spes_swarm.training.routing_health import DeadExperts, load_entropies, loads
+from spes_swarm.training.health.routing_health import DeadExperts, load_entropies, loads
 from tests.helpers.lone_trainer import HELD, LoneTrainer, run_config
 
 E, LAYERS, TOP_K = 8, 2, 2
@@ -32,7 +32,7 @@ Make = Callable[..., LoneTrainer]
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes trainers whose files are closed when the test ends. An expert is dead after three of their rounds."""
-    monkeypatch.setattr("spes_swarm.training.routing_health.DEAD_STEPS", 96)
+    monkeypatch.setattr("spes_swarm.training.health.routing_health.DEAD_STEPS", 96)
     with ExitStack() as stack:
 
         def make_one(changes: dict[str, Any] | None = None, **setup: Any) -> LoneTrainer:

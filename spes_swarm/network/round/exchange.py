@@ -30,8 +30,9 @@ from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.rounds import conduct, round_faults
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.protocol.rounds.plan import Contribution, Part
-from spes_swarm.protocol.rounds.round_state import CommitReport, RoundState
+from spes_swarm.protocol.rounds.round_state import RoundState
 
 _MAX_PUSH_HELLO_BYTES = 1024
 _MAX_PULL_HELLO_BYTES = 2 << 20

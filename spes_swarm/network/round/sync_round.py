@@ -25,9 +25,10 @@ from spes_swarm.port.commands import Listener
 from spes_swarm.port.messages import RoundReport
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
+from spes_swarm.protocol.rounds.outcome import Bounds, CommitReport
 from spes_swarm.protocol.rounds.own_statement import Work, difference_rms, make_statement
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
-from spes_swarm.protocol.rounds.round_state import Bounds, CommitReport, RoundState
+from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
 from spes_swarm.protocol.rounds.vouchers import without_duty
 
@@ -50,6 +51,7 @@ class SyncRounds:
         run = self.run_state.run
         self._clock = RoundClock.of(run)
         self._codec = get_codec(run.round.codec)
+        self._reducers: set[str] = set()  # of the last commit
         self._result_codec = get_codec(run.round.codec_of_results)
         self._bounds = Bounds.of(run.round.clip, run.round.max_update_rms)
         self._make_plan = partial(
@@ -60,15 +62,16 @@ class SyncRounds:
             warmup_rounds=self._clock.round_at(run.training.warmup_steps),
         )
 
-    async def hold(self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport:
-        """Runs one round for `target_round`, with the tokens processed since the last commit and those routed to each
-        expert held since its last synchronisation. `leaving`: it is this peer's last round.
+    async def hold(
+        self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None = None
+    ) -> RoundReport:
+        """Runs one round for `target_round`; see port.commands.RunCommands for the other arguments.
 
         Raises:
             RoundError: nothing was committed, and reference and contribution are unchanged.
         """
         started = time.monotonic()
-        statement = await self._state(target_round, tokens, routed, leaving)
+        statement = await self._state(target_round, tokens, routed, leaving, loss_rose)
         group = await self.rendezvous.join(statement)
         self.run_state.group = frozenset(member.peer_id for member in group.members)
         grouped = time.monotonic()
@@ -76,8 +79,10 @@ class SyncRounds:
         self.listener.notify(events.Group(round=group.round, peers=len(group.members)))
         commit = await self._all_reduce(group, plan)
         experts = self._reassign(group, plan, leaving)
-        self.announcer.has_contributed(tokens)
-        self.run_state.swarm_tokens.add(sum(member.statement.tokens for member in group.members))
+        if not commit.keeps_work:
+            self.announcer.has_contributed(tokens)
+        if plan.taken_back is None:
+            self.run_state.swarm_tokens.add(sum(member.statement.tokens for member in group.members))
         report = RoundReport(
             commit,
             grouped - started,
@@ -98,19 +103,22 @@ class SyncRounds:
         )
         return report
 
-    async def _state(self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool) -> Statement:
+    async def _state(
+        self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None
+    ) -> Statement:
         """Makes this peer's statement, which goes into the plan of all members."""
         run = self.run_state
         held = run.leases.held
         rms = await asyncio.to_thread(difference_rms, run.reference, run.contribution_N, held)
         return make_statement(
-            Work(target_round, held, tokens, routed, rms, leaving),
+            Work(target_round, held, tokens, routed, rms, leaving, loss_rose),
             run.reference,
             run.lineage,
             run.leases,
             run.tracks,
             bandwidth_mbps=run.settings.bandwidth_mbps,
             reachable=self.rendezvous.reachable,
+            before=run.previous.digest(run.reference),
             admission=run.settings.admission,
         )
 
@@ -131,6 +139,7 @@ class SyncRounds:
             self._bounds,
             run.tracks,
             self._result_codec,
+            run.previous,
         )
         # Nobody has waited for peers whose records or first answers come during the exchange.
         absent = run.roster.absent({member.peer_id for member in group.members})
@@ -163,14 +172,21 @@ class SyncRounds:
 
     def _note_members(self, group: Group, books: RoundState, absent: set[str]) -> None:
         """Records which members have delivered: this decides whose claims count later."""
-        run = self.run_state
-        delivered = {group.members[i].peer_id for result in books.results.values() for i in result.included}
-        idle = {m.peer_id for m in group.members if m.statement.tokens and m.peer_id not in delivered}
-        standing = run.roster.standing
-        owing = {peer for peer in books.failed_reducers() | idle if not standing.is_member(peer)}
-        standing.exchanged(delivered, owing - {run.identity.peer_id})
-        run.roster.committed(delivered, absent | idle)
-        books.record_commit(run.tracks)
+        run, taken_back = self.run_state, books.plan.taken_back
+        ids = [member.peer_id for member in group.members]
+        if taken_back is None:
+            delivered = {ids[i] for result in books.results.values() for i in result.included}
+            idle = {m.peer_id for m in group.members if m.statement.tokens and m.peer_id not in delivered}
+            standing = run.roster.standing
+            owing = {peer for peer in books.failed_reducers() | idle if not standing.is_member(peer)}
+            standing.exchanged(delivered, owing - {run.identity.peer_id})
+            run.roster.committed(delivered, absent | idle)
+            books.record_commit(run.tracks)
+            self._reducers = {ids[part.reducer] for part in books.plan.parts}
+        else:  # nobody has contributed
+            run.roster.committed(ids, absent)
+            run.tracks.conduct.note_return(group.round, self._reducers, group.id)
+            _LOGGER.info("most members' loss has risen: round %d is taken back", taken_back.round)
         self._note_duties(group, books.plan)
         if (alarm := run.tracks.standstill()) is not None:
             self.exchange.on_fault(run.identity.peer_id, alarm)

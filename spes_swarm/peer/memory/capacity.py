@@ -37,7 +37,7 @@ from spes_swarm.model.experts import PROJECTIONS
 from spes_swarm.model.foreign.frozen_stack import FORMS, bytes_per_weight
 from spes_swarm.model.foreign.storage import ForeignBytes, foreign_bytes
 from spes_swarm.model.sparse_model import build_model, layout_of
-from spes_swarm.peer.memory.host_memory import belongs_on_disk, free_host_bytes
+from spes_swarm.peer.memory.host_memory import belongs_on_disk, free_host_bytes, place_of_previous
 from spes_swarm.peer.step_settings import StepSettings
 from spes_swarm.protocol.consensus.codec import Codec, get_codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
@@ -73,6 +73,7 @@ class Workload:
     foreign_storage: str = "device"  # where others' experts are; see `new_storage`
     result_bytes: int  # per round
     on_disk: bool  # whether the reference and the contribution are
+    previous: str = "none"  # where the previous reference is; see `place_of_previous`
     num_ranks: int = 1  # of this peer, all on this machine
     kept_codec: Codec | None = None  # of the contributions, if it has error feedback
     experts_differ: bool = False  # from the reference after most rounds, so that checkpoints copy them
@@ -94,6 +95,7 @@ class Workload:
             result_bytes=max(codec.num_bytes(layout.num_elements) for codec in codecs),
             kept_codec=codecs[0] if codecs[0].error_feedback else None,
             on_disk=belongs_on_disk(layout.num_elements, peer.reference_storage),
+            previous=place_of_previous(layout.num_elements, peer.reference_storage, peer.previous_reference),
             num_ranks=num_ranks,
             experts_differ=run.round.expert_every > 1,
         )
@@ -138,6 +140,7 @@ class Workload:
         host = {
             "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
             "contribution": 0 if self.on_disk else weights,
+            "previous": _WEIGHT * self.layout.num_elements + weights if self.previous == "memory" else 0,
             "round": in_round,
             "checkpoint": self._copied_bytes(num_experts),
         }

@@ -30,7 +30,7 @@ def check_disk(work: Workload, experts: int, peer: PeerConfig) -> str:
     """
     checkpoints = RunDirectory(Path(peer.output_dir)).checkpoints
     files = work.num_ranks * work.foreign_bytes(experts).on_disk
-    vectors = 2 * 4 * work.layout.num_elements if work.on_disk else 0
+    vectors = (work.on_disk + (work.previous == "disk")) * 2 * 4 * work.layout.num_elements
     each = work.checkpoint_bytes(experts) + OVERHEAD_BYTES * (len(reference_files(work.layout)) + 3)
     existing = len(checkpoints_in(checkpoints))
     with os_errors_as(CapacityError, str(peer.output_dir)):
@@ -39,6 +39,8 @@ def check_disk(work: Workload, experts: int, peer: PeerConfig) -> str:
     if needed > free:
         part = "" if existing else f", {gigabytes(each)} of it for a checkpoint"
         advice = "free some space, or use"
+        if work.previous == "disk":
+            advice += " --previous-reference none, or"
         if files:
             advice = "use --foreign-storage device, a smaller form of --foreign-experts, or"
         raise CapacityError(

@@ -1,4 +1,4 @@
-"""How much host memory this process may still allocate, and where its two largest vectors go.
+"""How much host memory this process may still allocate, and where its largest vectors go.
 
 psutil reads /proc/meminfo, which describes the whole machine even inside a container. The limits of a container are in
 its control groups, any of which can set one (cgroups(7): memory.max in version 2, memory.limit_in_bytes in version 1).
@@ -32,6 +32,34 @@ def belongs_on_disk(num_elements: int, storage: str) -> bool:
     `storage` is "memory", "disk", or "auto": on disk if both would take more than half of the free memory.
     """
     return storage == "disk" or (storage == "auto" and 2 * 4 * num_elements > free_host_bytes() / 2)
+
+
+def place_of_previous(num_elements: int, storage: str, previous: str) -> str:
+    """Returns where a peer keeps what it needs to take back a commit: "memory", "disk" or "none".
+
+    Args:
+        num_elements: of the reference.
+        storage: of the reference; see `belongs_on_disk`.
+        previous: one of these, or "auto": on disk if the reference is, or if all four vectors would take more than half
+            of the free memory.
+    """
+    if previous != "auto":
+        return previous
+    on_disk = belongs_on_disk(num_elements, storage) or belongs_on_disk(2 * num_elements, "auto")
+    return "disk" if on_disk else "memory"
+
+
+def room_for_previous(num_elements: int, place: str, directory: Path) -> SharedVector | None:
+    """Makes the vector for a previous reference of that many elements, and for as many live weights.
+
+    Raises:
+        CapacityError: the disk has too little space.
+    """
+    if place == "none":
+        return None
+    where = directory if place == "disk" else None
+    with os_errors_as(CapacityError, f"{directory}: {8 * num_elements / 1e9:.1f} GB for the previous reference"):
+        return SharedVector.create(2 * num_elements, where)
 
 
 def shared_vectors(num_elements: int, storage: str, directory: Path) -> tuple[SharedVector, SharedVector]:

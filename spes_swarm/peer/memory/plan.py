@@ -32,6 +32,10 @@ class Machine:
     ranks: int = 1  # processes of the peer: one for each GPU, or several on the CPU
 
 
+# Of the reference and of the one before it, which is needed only to take back a commit.
+_PLACES = (("memory", "memory"), ("memory", "disk"), ("disk", "disk"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Settings for a peer, and what follows from them. Sizes in bytes."""
@@ -40,6 +44,7 @@ class Plan:
     experts: int
     choice: Choice
     reference_storage: str
+    previous_reference: str
     ranks: int
     batch_size: int  # sequences of a local step, of all ranks together
     micro_batch_size: int  # sequences that a rank computes at a time
@@ -71,6 +76,7 @@ class Plan:
             **self.choice.to_dict(),
             "micro_batch_size": self.micro_batch_size,
             "reference_storage": self.reference_storage,
+            "previous_reference": self.previous_reference,
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -86,6 +92,7 @@ class _Fit:
     choice: Choice
     work: Workload
     storage: str  # of the reference
+    previous: str  # of the one before it
     micro_batch_size: int
     step: StepMemory
 
@@ -146,6 +153,7 @@ def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batc
         experts=wanted,
         choice=found.choice,
         reference_storage=found.storage,
+        previous_reference=found.previous,
         ranks=machine.ranks,
         batch_size=batch_size,
         micro_batch_size=found.micro_batch_size,
@@ -178,8 +186,8 @@ class _Planner:
         """Returns the fastest settings with which these experts fit, or those with the smallest shortage."""
         shortages = []
         for choice in choices(self._machine.device):
-            for storage in ("memory", "disk"):
-                found = self._try(experts, choice, storage)
+            for storage, previous in _PLACES:
+                found = self._try(experts, choice, storage, previous)
                 if isinstance(found, _Fit):
                     return found
                 shortages.append(found)
@@ -197,9 +205,9 @@ class _Planner:
                 high = middle - 1
         return low, best
 
-    def _try(self, experts: int, choice: Choice, storage: str) -> _Fit | _Shortage:
+    def _try(self, experts: int, choice: Choice, storage: str, previous: str) -> _Fit | _Shortage:
         machine = self._machine
-        peer = choice.apply(PeerConfig(reference_storage=storage))
+        peer = choice.apply(PeerConfig(reference_storage=storage, previous_reference=previous))
         work = Workload.of(self._run, peer, machine.device, machine.ranks)
         fixed, host = sum(work.device_bytes(experts).values()), sum(work.host_bytes(experts).values())
         name, size = "GPU memory", machine.memory
@@ -214,9 +222,9 @@ class _Planner:
         sequences = estimate.largest_micro_batch((size - fixed) / self.sharing, self._run.training.batch_size)
         if not sequences:
             return short(memory=name, least=fixed + self.sharing * estimate.at_least(1), size=size)
-        return _Fit(
-            choice=choice, work=work, storage=storage, micro_batch_size=sequences, step=estimate.step(sequences)
-        )
+        step = estimate.step(sequences)
+        places = {"storage": storage, "previous": previous}
+        return _Fit(choice=choice, work=work, micro_batch_size=sequences, step=step, **places)
 
     def _estimate(self, shape: StepShape, layout: Layout) -> StepEstimate:
         return self._estimates.setdefault(shape, StepEstimate(self._run, shape, layout))

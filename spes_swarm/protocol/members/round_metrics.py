@@ -113,7 +113,7 @@ class RoundMetrics:
             measured_with="eval_loss",
         ),
     ] = None
-    # Routing health, as measured by training/routing_health.py; unknown before the first commit of a session.
+    # Routing health, as measured by training/health/routing_health.py; unknown before the first commit of a session.
     load_entropy: Annotated[
         Share | None,
         Metric(

@@ -10,6 +10,9 @@ A member with a slow line is late in this sense through no fault of its own: its
 arrives, and nothing else follows. Doubts are another matter. A member is doubted for what no slow line explains: work
 or results that never came, results or contributions outside their bounds, and rounds that it led and did not close.
 They are one peer's opinion, and have an effect only where most agree; see vouchers.py.
+
+If a commit is taken back (see taking_back.py), nothing shows which of its reducers did harm, if any. Half of them,
+drawn by hash, rest. If another commit is taken back meanwhile, it was not they: half of the others rest in their place.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median, median_low
+
+from blake3 import blake3
 
 _REMEMBERED = 8  # exchanges, or rounds
 # Of these: how often a member may be late, a reducer may wait for somebody, its results may be late, a peer may fail.
@@ -75,6 +80,7 @@ class Conduct:
         self._peers: OrderedDict[str, _Record] = OrderedDict()
         self._others: frozenset[str] = frozenset()  # the other members of the exchange under way
         self._faults: dict[str, str] = {}  # their faults in it
+        self._set_aside: set[str] = set()  # those that rest because of a commit that was taken back
         self._waits: deque[bool] = deque(maxlen=_REMEMBERED)  # whether this peer waited for a late member
         # By the order of magnitude of what a member sends: without experts, a round is short.
         self._paces: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_PACES))
@@ -96,6 +102,15 @@ class Conduct:
         stalled = self._of(leader).stalled
         if round_number not in stalled:
             stalled.append(round_number)
+
+    def note_return(self, round_number: int, reducers: Collection[str], group_id: bytes) -> None:
+        """Notes that a round has taken back a commit, in which these peers reduced."""
+        for peer_id in self._set_aside:
+            self._of(peer_id).rests_until = 0
+        ranked = sorted(reducers, key=lambda peer_id: blake3(group_id + peer_id.encode()).digest())
+        self._set_aside = set(ranked[: (len(ranked) + 1) // 2])
+        for peer_id in self._set_aside:
+            self._of(peer_id).rests_until = round_number + _REST_ROUNDS
 
     def begin(self, others: Iterable[str]) -> None:
         """Notes that an exchange with these other members begins."""

@@ -31,6 +31,7 @@ class Work:
     routed: tuple[int, ...]
     rms: list[float]  # see difference_rms
     leaving: bool
+    loss_rose: bool | None = None
 
 
 def make_statement(
@@ -42,6 +43,7 @@ def make_statement(
     *,
     bandwidth_mbps: float,
     reachable: bool,
+    before: bytes = b"",
     admission: bytes = b"",
 ) -> Statement:
     """Builds the statement, not yet signed."""
@@ -55,6 +57,8 @@ def make_statement(
         usual_rms=list(tracks.usual_rms),
         vouched=tracks.to_vouchers(work.round),
         pace=min(tracks.conduct.pace, MAX_PACE),
+        loss_rose=work.loss_rose,
+        before=before,
         bandwidth_mbps=bandwidth_mbps,
         reachable=reachable,
         versions=list(reference.versions),

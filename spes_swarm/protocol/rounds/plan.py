@@ -32,6 +32,7 @@ from spes_swarm.protocol.rounds.clipping import (
     usual_rms,
 )
 from spes_swarm.protocol.rounds.statement import Group, Member
+from spes_swarm.protocol.rounds.taking_back import Return, choose_return
 from spes_swarm.protocol.rounds.vouchers import (
     MAX_EARNED_RATIO,
     granted_ratios,
@@ -93,6 +94,7 @@ class BlockPlan:
     contributions: tuple[Contribution, ...]
     median_rms: float = 0.0  # lower median of the differences' bound_rms
     usual_rms: float = 0.0  # see clipping.usual_rms
+    restored: bool = False  # to its values before the last commit: the base, which only `in_base` holds
 
     @property
     def stretch(self) -> float:
@@ -109,7 +111,7 @@ class BlockPlan:
 
     def new_version(self, round_number: int) -> int:
         """Version after the commit."""
-        return round_number if self.contributions else self.base_version
+        return round_number if self.contributions or self.restored else self.base_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,7 @@ class Plan:
     trusted: frozenset[int] = frozenset()  # members that may reduce; see vouchers.may_reduce
     without_duty: frozenset[int] = frozenset()  # members that most doubt; see vouchers.without_duty
     pace: float = 0.0  # seconds that a member usually takes for 10^6 values that it sends; 0 if unknown
+    taken_back: Return | None = None  # this round takes back a commit, and nobody contributes
 
     def block_of(self, part: Part) -> BlockPlan:
         """The plan of the part's block."""
@@ -166,6 +169,11 @@ class Plan:
             for contribution in self.block_of(part).contributions
             if contribution.member == sender
         ]
+
+    @property
+    def unites(self) -> bool:
+        """True if members contribute full values: they have trained apart from the others."""
+        return any(c.form is Form.FULL for block in self.blocks.values() for c in block.contributions)
 
     @cached_property
     def sent_elements(self) -> Counter[int]:
@@ -215,14 +223,19 @@ def make_plan(
     lineages = [member.statement.lineage for member in members]
     bounds = _Bounds(members, clip, growth=2 if group.round <= warmup_rounds else 1)
     deferred: set[int] = set()
-    block_plans = [
-        _plan_block(members, lineages, block.index, bounds, None if experts or block.expert is None else deferred)
-        for block in layout.blocks
-    ]
+    reducers = _Reducers(members)
+    taken_back = choose_return(members, reducers.trusted)
+    if taken_back is None:
+        block_plans = [
+            _plan_block(members, lineages, block.index, bounds, None if experts or block.expert is None else deferred)
+            for block in layout.blocks
+        ]
+    else:
+        block_plans = [_plan_return(members, block.index, taken_back) for block in layout.blocks]
     # Experts first: their reducers are fixed (their holders); the shared parts then level the loads.
     pieces: dict[int, list[tuple[int, int, int]]] = {}
     planned = sorted((b for b in block_plans if b is not None), key=lambda b: b.block == SHARED_BLOCK)
-    reducers = _Reducers(members, sum(layout.blocks[block_plan.block].size for block_plan in planned))
+    reducers.expect(sum(layout.blocks[block_plan.block].size for block_plan in planned))
     for block_plan in planned:
         block = layout.blocks[block_plan.block]
         candidates = reducers.candidates(block_plan, prefer_contributors=block.expert is not None)
@@ -247,7 +260,7 @@ def make_plan(
     lengths = shared_rms, expert_rms if experts else None
     trusted = reducers.trusted
     pace = _usual_pace([members[i] for i in trusted])
-    duties = trusted, reducers.without_duty, pace
+    duties = trusted, reducers.without_duty, pace, taken_back
     return Plan(group.round, len(members), blocks, tuple(parts), claims, lengths, frozenset(deferred), *duties)
 
 
@@ -334,16 +347,7 @@ def _plan_block(
     With a set of `deferred` experts, the block is an expert's that takes part only if work would be lost; otherwise it
     is added to the set.
     """
-    holders_of_base: defaultdict[tuple[int, bytes], set[int]] = defaultdict(set)
-    for i, member in enumerate(members):
-        holders_of_base[member.statement.versions[block], member.statement.digests[block]].add(i)
-
-    def preference(base: tuple[int, bytes]) -> tuple[bool, int, int, bytes]:
-        holders = holders_of_base[base]
-        return any(members[i].statement.reachable for i in holders), len(holders), *base
-
-    version, digest = max(holders_of_base, key=preference)
-    in_base = frozenset(holders_of_base[version, digest])
+    version, digest, in_base = _choose_base(members, block)
     weights = _within_terms(_weights(members, block, bounds), members)
     if deferred is not None and all(i in in_base and not members[i].statement.leaving for i, _ in weights):
         deferred.add(block - 1)
@@ -372,6 +376,29 @@ def _plan_block(
     lengths = [c.bound_rms for c in contributions if c.form is Form.DELTA]
     median = median_low(lengths) if lengths else 0.0
     return BlockPlan(block, version, digest, in_base, contributions, median, bounds.usual_rms(block))
+
+
+def _choose_base(members: Sequence[Member], block: int) -> tuple[int, bytes, frozenset[int]]:
+    """Version and digest of the base of a block, and the members that hold it."""
+    holders_of_base: defaultdict[tuple[int, bytes], set[int]] = defaultdict(set)
+    for i, member in enumerate(members):
+        holders_of_base[member.statement.versions[block], member.statement.digests[block]].add(i)
+
+    def preference(base: tuple[int, bytes]) -> tuple[bool, int, int, bytes]:
+        holders = holders_of_base[base]
+        return any(members[i].statement.reachable for i in holders), len(holders), *base
+
+    version, digest = max(holders_of_base, key=preference)
+    return version, digest, frozenset(holders_of_base[version, digest])
+
+
+def _plan_return(members: Sequence[Member], block: int, taken_back: Return) -> BlockPlan | None:
+    """The plan of one block in a round that takes back a commit; None if no member needs values from another one."""
+    version, digest, in_base = _choose_base(members, block)
+    restored = block in taken_back.blocks
+    if restored:
+        version, digest, in_base = taken_back.round, taken_back.before, taken_back.keepers
+    return None if len(in_base) == len(members) else BlockPlan(block, version, digest, in_base, (), restored=restored)
 
 
 def _within_terms(weights: list[tuple[int, float]], members: Sequence[Member]) -> list[tuple[int, float]]:
@@ -415,8 +442,7 @@ class _Reducers:
     A declared bandwidth only lowers a rate, and stands for it at a member that nobody has measured yet.
     """
 
-    def __init__(self, members: Sequence[Member], num_elements: int) -> None:
-        """`num_elements`: of all parts."""
+    def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
         ids, vouched = [m.peer_id for m in members], [m.statement.vouched for m in members]
         idle = without_duty(ids, vouched)
@@ -424,15 +450,19 @@ class _Reducers:
         self.trusted = frozenset(i for i, may in enumerate(may_reduce(ids, vouched)) if may) - self.without_duty
         rest = resting(ids, vouched)
         self._ready = frozenset(i for i in self.trusted if ids[i] not in rest)
-        measured = measured_rates(ids, vouched)
+        self._measured = measured_rates(ids, vouched)
         self._rate = [
             min(member.statement.bandwidth_mbps, math.inf if rate is None else rate)
-            for member, rate in zip(members, measured, strict=True)
+            for member, rate in zip(members, self._measured, strict=True)
         ]
         self._elements = [0] * len(members)  # that each member reduces
-        num_able = sum(members[i].statement.reachable for i in self._ready)
+        self._most = [0.0] * len(members)
+
+    def expect(self, num_elements: int) -> None:
+        """Takes the number of elements of all parts, from which each member's limit follows."""
+        num_able = sum(self._members[i].statement.reachable for i in self._ready)
         equal_share = num_elements / max(num_able, 1)
-        self._most = [equal_share * (1.0 if rate is None else MAX_REDUCING_SHARE) for rate in measured]
+        self._most = [equal_share * (1.0 if rate is None else MAX_REDUCING_SHARE) for rate in self._measured]
 
     def candidates(self, block_plan: BlockPlan, *, prefer_contributors: bool) -> list[int]:
         """Members that may reduce a block: reachable, trusted, not resting and holding the base; for an expert its

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,33 +25,12 @@ from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.clipping import FREE_DEVIATION, MAX_ROUNDS_APART, Agreement, EnergyBudget
 from spes_swarm.protocol.rounds.error_feedback import ErrorFeedback
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.outcome import Bounds, CommitReport, Result
 from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
 from spes_swarm.protocol.rounds.result_bounds import excessive_results
 from spes_swarm.protocol.rounds.statement import Group
+from spes_swarm.protocol.rounds.taking_back import Previous, Return
 from spes_swarm.protocol.rounds.track_record import TrackRecords
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Limits on what is accepted from other members."""
-
-    max_update_rms: float  # largest root mean square of a part's difference
-    bounded: bool = True  # contributions and results must meet the plan's limits, too
-
-    @classmethod
-    def of(cls, clip: float, max_update_rms: float) -> Bounds:
-        """The bounds from a run's settings `round.clip` and `round.max_update_rms`."""
-        return cls(max_update_rms, bounded=clip > 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The encoded result of one part."""
-
-    form: Form
-    data: bytes
-    included: frozenset[int]  # members whose contribution is in it
-    energy: float = 0.0  # sum of squares of its difference to the base, if this peer holds the base
 
 
 @dataclass(slots=True)
@@ -68,19 +47,6 @@ class _Accumulator:
         self.outstanding.discard(member)
 
 
-@dataclass(frozen=True)
-class CommitReport:
-    """What a committed round changed."""
-
-    round: int
-    members: tuple[str, ...]
-    parts_total: int
-    parts_missing: int
-    changed_blocks: tuple[int, ...]
-    experts_covered: int
-    deferred_experts: frozenset[int] = frozenset()  # see Plan.deferred
-
-
 @dataclass(eq=False)
 class RoundState:
     """One round as one member sees it."""
@@ -94,6 +60,7 @@ class RoundState:
     bounds: Bounds
     tracks: TrackRecords = field(default_factory=TrackRecords)  # this peer's record of the others
     result_codec: Codec | None = None  # of the results of parts with several contributions; None: `codec`
+    previous: Previous = field(default_factory=Previous)  # what this peer keeps to take this commit back, or the last
 
     def __post_init__(self) -> None:
         plan, me = self.plan, self.me
@@ -297,9 +264,8 @@ class RoundState:
                 own_N = accumulator.differences[self.me]
                 self._feedback.note_result(index, codec, mean_N - decoded_N, own_N, share)
         elif not self.plan.block_of(part).contributions:
-            # No member trained this block; those with another base still need its values.
-            values_N = self.reference.values_N[part.start : part.start + part.size]
-            self.results[index] = Result(Form.FULL, EXACT.encode(values_N), frozenset())
+            # Nobody contributes to this block; members with another base still need its values.
+            self.results[index] = Result(Form.FULL, EXACT.encode(self._base(part)), frozenset())
         self.reduced.append(index)
         self.on_reduced()
 
@@ -381,6 +347,17 @@ class RoundState:
             form, data = Form.FULL, EXACT.encode(self._new_values(self.plan.parts[index], result))
         return Frame(FrameKind.DATA, form, index, 0.0, bitmap(result.included, self.plan.num_members), data)
 
+    def _missed(self, taken_back: Return) -> bool:
+        """Returns True if this peer's reference is still the one before a commit."""
+        return self.reference.digest == taken_back.before
+
+    def _base(self, part: Part) -> FloatArray:
+        """Values of the plan's base, which this peer holds."""
+        where, taken_back = slice(part.start, part.start + part.size), self.plan.taken_back
+        if taken_back is None or not self.plan.block_of(part).restored or self.committed or self._missed(taken_back):
+            return self.reference.values_N[where]
+        return self.previous.values(where, part.block, self.reference)
+
     def _new_values(self, part: Part, result: Result) -> FloatArray:
         base_N = self.reference.values_N[part.start : part.start + part.size]
         if self.committed:
@@ -443,30 +420,30 @@ class RoundState:
         """Applies the outcome of the round to the reference, and to `live_N` as the new live weights."""
         held = self.group.members[self.me].statement.held
         trained = {block.index for block in self.reference.layout.trained_blocks(held)}
-        incomplete: set[int] = set()
-        changed: set[int] = set()
+        changed = {part.block for part in self.wanted.values() if part.index in self.results}
+        incomplete = {self.wanted[index].block for index in self.missing()}
+        taken_back = self.plan.taken_back
+        keeps_work = taken_back is not None and self._missed(taken_back)
+        if taken_back is None:
+            self.previous.keep(self.reference, self.live_N, changed, trained)
+        elif self.me in taken_back.keepers:
+            changed |= taken_back.blocks  # of one that has missed the commit, only the versions
+            if not keeps_work:
+                self.previous.restore(taken_back.blocks, self.reference, self.live_N, trained)
         for part in self.wanted.values():
             result = self.results.get(part.index)
-            block_plan = self.plan.block_of(part)
             if result is None:
-                incomplete.add(part.block)
                 continue
             where = slice(part.start, part.start + part.size)
             new_N = self._new_values(part, result)
             if part.block in trained:
-                self._update_target(part, block_plan.contributions, result, new_N)
+                self._update_target(part, self.plan.block_of(part).contributions, result, new_N)
             self.reference.values_N[where] = new_N
-            changed.add(part.block)
         self.committed = True
         self._feedback = ErrorFeedback()  # a round is kept until the next one; its rounding errors need not be
-        versions: list[tuple[int, int]] = []
-        for index in sorted(changed):
-            block_plan = self.plan.blocks[index]
-            # A block that could not be healed in full keeps its old version: it is late, not a fork.
-            healed = self.me in block_plan.in_base or index not in incomplete
-            old_version = self.reference.versions[index]
-            versions.append((index, block_plan.new_version(self.plan.round) if healed else old_version))
-        self.reference.finish(self.plan.round, versions)
+        self.reference.finish(self.plan.round, [(index, self._version(index, incomplete)) for index in sorted(changed)])
+        if taken_back is None:
+            self.previous.committed(self.reference)
         covered = {e for m in self.group.members for e in m.statement.held}
         return CommitReport(
             round=self.plan.round,
@@ -476,7 +453,19 @@ class RoundState:
             changed_blocks=tuple(sorted(changed)),
             experts_covered=len(covered),
             deferred_experts=self.plan.deferred,
+            unites=self.plan.unites,
+            taken_back=None if taken_back is None else taken_back.round,
+            keeps_work=keeps_work,
         )
+
+    def _version(self, block: int, incomplete: Collection[int]) -> int:
+        """The version of a changed block after the commit."""
+        block_plan = self.plan.blocks.get(block)
+        if block_plan is None:  # all members have restored it
+            return self.plan.round
+        # A block that could not be healed in full keeps its old version: it is late, not a fork.
+        healed = self.me in block_plan.in_base or block not in incomplete
+        return block_plan.new_version(self.plan.round) if healed else self.reference.versions[block]
 
     def _update_target(
         self, part: Part, contributions: tuple[Contribution, ...], result: Result, new_N: FloatArray

@@ -63,6 +63,10 @@ class Statement(SignedModel):
     leased: bytes  # bitmap of the experts on which it sees others' unexpired leases
     # Seconds that the median member recently took for 10^6 values that it sends; 0 if unknown. See conduct.py.
     pace: Annotated[float, Field(ge=0, le=MAX_PACE, allow_inf_nan=False)] = 0.0
+    # Whether its loss has risen since its last commit (None: it cannot tell), and the digest of the whole reference
+    # before that commit, if it can go back there. See taking_back.py.
+    loss_rose: bool | None = None
+    before: Annotated[bytes, Field(max_length=DIGEST_BYTES)] = b""
     # To a private run, so that all members of a group know each other; see protocol/admission/grants.py.
     admission: Annotated[bytes, Field(max_length=MAX_ADMISSION_BYTES)] = b""
 
@@ -84,6 +88,8 @@ class Statement(SignedModel):
             raise ValueError("held names an expert that the model does not have")
         if len(self.leased) != num_bitmap_bytes(len(self.digests) - 1):
             raise ValueError("leased must have one bit for each expert")
+        if len(self.before) not in (0, DIGEST_BYTES):
+            raise ValueError("before must be a digest, or empty")
         if len(self.marks) != MARK_BYTES * len(self.commits):
             raise ValueError("there must be one mark for each commit")
         if self.commits != sorted(set(self.commits)) or (self.commits and self.commits[-1] >= self.round):
