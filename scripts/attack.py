@@ -4,7 +4,8 @@
     .venv/bin/python scripts/attack.py --rounds 24 --honest 6 --hostile 2 --kinds slow late-leader
 
 Besides --honest peers, --hostile attackers of one kind run, each with an identity of its own. Members take part from
-the first round on: they contribute noise (see tests/helpers/noise_peer.py), keep the others waiting (`slow`,
+the first round on: they contribute noise (see tests/helpers/noise_peer.py), lie about the results that they reduce
+(`flipped`, `noisy`, `stale`, `loud`; see tests/helpers/lying_reducer.py), keep the others waiting (`slow`,
 `slow-push`, `slow-pull`, `late-leader`; see tests/helpers/slow_peer.py), or claim all experts (`claimant`, otherwise
 honest); `fifth` is honest, and shows the cost of another process on the same cores. Strangers that never take part
 (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of all honest peers; intruders, which
@@ -35,6 +36,7 @@ from scripts.testing.chaos.peer import accuses
 from scripts.testing.local_peer import Event, LocalPeer
 from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.protocol.members.identity import Identity
+from tests.helpers.lying_reducer import LIES
 
 ROOT = Path(__file__).parent.parent
 RECOVERY_ROUNDS = 2
@@ -43,7 +45,8 @@ NOISE = ("loud", "measured", "understated", "reducer")
 STRANGERS = ("clock", "ghosts")
 SLOW = ("slow", "slow-push", "slow-pull", "late-leader")
 INTRUDERS = ("silent", "absent", "lying", "owing")
-EXPERTS = {"claimant": "0,1,2,3,4,5,6,7", "fifth": "auto"}
+LIARS = tuple(LIES)
+EXPERTS = {"claimant": "0,1,2,3,4,5,6,7", "fifth": "auto"} | dict.fromkeys(LIARS, "auto")
 MEMBERS = (*NOISE, *SLOW, *EXPERTS)
 KINDS = (*MEMBERS, *STRANGERS, *INTRUDERS)
 PATIENCE_S = 600.0
@@ -60,6 +63,7 @@ class Outcome:
     mean_seconds_per_round: float  # which shows attacks that strike in some rounds only
     group_seconds: float  # of these, until the group was complete; median
     steps: float  # of an honest peer until the end of the attack, on average
+    taken_back: int  # rounds that the honest peers have taken back
     named_by: dict[str, int]  # `fault` events of honest peers about the attackers, by kind
     accused: dict[str, int]  # the same about honest peers, as liars or laggards
     parts_missing: int
@@ -104,7 +108,7 @@ def command_line(directory: Path, kind: str, addresses: list[str], size: float) 
     if kind in INTRUDERS:
         return ["tests.helpers.intruder", *addresses, "--directory", str(directory), "--kind", kind]
     joining = ["--initial-peers", addresses[0], "--experts", EXPERTS[kind], "--output-dir", str(directory)]
-    return ["spes_swarm.join", *LOOPBACK, *joining]
+    return [*(["tests.helpers.lying_reducer", kind] if kind in LIARS else ["spes_swarm.join"]), *LOOPBACK, *joining]
 
 
 def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namespace, seed: int) -> Outcome:
@@ -161,6 +165,7 @@ def measure(peers: list[LocalPeer], hostile: set[str], kind: str, seed: int, beg
         mean_seconds_per_round=sum(pauses) / (counted[-1]["round"] - counted[0]["round"]),
         group_seconds=statistics.median(event["group_seconds"] for event in counted),
         steps=sum(e["round"] < rounds for peer in peers for e in peer.events("step")) / len(peers),
+        taken_back=sum(event.get("taken_back") is not None for event in committed),
         named_by=by_kind(fault for fault in faults if fault["peer"] in hostile),
         accused=by_kind(fault for fault in faults if fault["peer"] in honest and accuses(fault)),
         parts_missing=sum(event["parts_missing"] for event in committed),
@@ -226,7 +231,8 @@ def describe(outcome: Outcome, honest: Outcome) -> str:
         f"attack {recovered:.3f} ({after:+.1%}), {outcome.mean_seconds_per_round:.1f} s a round ({mean_pace:.2f} x), "
         f"in the median {outcome.seconds_per_round:.1f} s ({pace:.2f} x), "
         f"of these {outcome.group_seconds:.1f} s in the rendezvous, "
-        f"{outcome.steps:.0f} steps a peer, named {outcome.named_by or 'never'}, honest peers accused "
+        f"{outcome.steps:.0f} steps a peer, {outcome.taken_back} rounds taken back, "
+        f"named {outcome.named_by or 'never'}, honest peers accused "
         f"{outcome.accused or 'never'}, parts missing {outcome.parts_missing}"
     )
 

@@ -387,7 +387,7 @@ class Trainer:
         self._change_experts(report)
         alpha = self._live.merge_if_due(self.round, previous)
         if commit.taken_back is None:
-            self._watch.committed(judged=alpha is None and not commit.unites)
+            self._watch.committed(judged=not commit.unites)
         else:
             self._watch.returned()
             setup.say(f"most peers' loss has risen: the swarm has taken back round {commit.taken_back}")

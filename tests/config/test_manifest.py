@@ -126,11 +126,11 @@ def model_settings(**values: Any) -> Callable[[Content], object]:
         (lambda content: content.update(format=FORMAT + 1), rf"format {FORMAT + 1}; .* supports format {FORMAT}"),
         (
             lambda content: content.update(protocol=[5, 1], format="another"),
-            r"from peer cannot be used: its founder speaks protocol 4\.1, this side 3\.0: upgrade this side$",
+            r"from peer cannot be used: its founder speaks protocol 5\.1, this side 4\.0: upgrade this side$",
         ),
         (
             lambda content: content.update(protocol=[1, 5]),
-            r"its founder speaks protocol 1\.5, this side 3\.0: upgrade its founder$",
+            r"its founder speaks protocol 1\.5, this side 4\.0: upgrade its founder$",
         ),
         (lambda content: content.update(protocol="2.0"), "the version of its founder is not a list of two"),
         (lambda content: content.update(protocol=[2, -1]), "the version of its founder is not a list of two"),

@@ -117,7 +117,9 @@ class StubNetwork:
     async def count_tokens(self) -> TokenCounts:
         return TokenCounts(1 << 40, (1000.0,) * self.others)
 
-    async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport | CaughtUp:
+    async def run_round(
+        self, tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None = None
+    ) -> RoundReport | CaughtUp:
         return self.answers.pop(0)(self) if self.answers else self.commit()
 
     def commit(self) -> RoundReport:
@@ -224,11 +226,11 @@ class LoneTrainer:
         stated: list[tuple[int, int]] = []
         hold = self.network.run_round
 
-        async def note(tokens: int, routed: tuple[int, ...], leaving: bool) -> Any:
+        async def note(tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None) -> Any:
             stated.append((tokens, sum(routed)))
-            return await hold(tokens, routed, leaving)
+            return await hold(tokens, routed, leaving, loss_rose)
 
-        self.network.run_round = note  # type: ignore[method-assign]
+        self.network.run_round = note  # type: ignore[method-assign, assignment]
         return stated
 
     def events(self, kind: str) -> list[dict[str, Any]]:

@@ -109,7 +109,9 @@ class MemoryPeer:
             begun=sum(presence.tokens_per_step for presence in training) / 2,
         )
 
-    async def run_round(self, tokens: int, routed: tuple[int, ...], leaving: bool) -> RoundReport:
+    async def run_round(
+        self, tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None = None
+    ) -> RoundReport:
         self._mine.tokens, self._mine.routed, self._mine.leaving = tokens, routed, leaving
         self._meeting.attend()
         commit = self._mine.reports[-1]

@@ -159,7 +159,7 @@ def test_a_peer_of_version_1_is_recognised() -> None:
         with pytest.raises(ConnectionError, match="not supported"):  # it does not answer calls yet
             await pair.rpc.call(pair.other.peer_id, "ping", {}, REASONABLE_S)
         await pair.serve({"echo": {}}, BEFORE)
-        with pytest.raises(ProtocolError, match=r"speaks protocol 1\.0, this side 3\.0: upgrade peer Qm"):
+        with pytest.raises(ProtocolError, match=r"speaks protocol 1\.0, this side 4\.0: upgrade peer Qm"):
             await pair.rpc.call(pair.other.peer_id, "ping", {}, REASONABLE_S)
 
     in_pair(check)

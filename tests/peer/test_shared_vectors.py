@@ -11,7 +11,7 @@ import pytest
 from spes_swarm.base.arrays import attach_from
 from spes_swarm.base.errors import CapacityError
 from spes_swarm.peer.memory import host_memory
-from spes_swarm.peer.memory.host_memory import shared_vectors
+from spes_swarm.peer.memory.host_memory import place_of_previous, room_for_previous, shared_vectors
 
 N = 1 << 18
 BOTH = 8 * N
@@ -46,3 +46,29 @@ def test_a_disk_without_room_is_one_clear_line(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(CapacityError, match=r"0\.0 GB for the reference and the contribution: No space left") as raised:
         shared_vectors(N, "disk", tmp_path)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("storage", "previous", "free", "place"),
+    [
+        ("memory", "auto", 4 * BOTH, "memory"),
+        ("memory", "auto", 4 * BOTH - 2, "disk"),  # all four would take more than half
+        ("auto", "auto", 2 * BOTH, "disk"),  # there is room for the reference, but not for both
+        ("disk", "auto", 100 * BOTH, "disk"),
+        ("disk", "memory", 0, "memory"),
+        ("memory", "disk", 100 * BOTH, "disk"),
+        ("memory", "none", 100 * BOTH, "none"),
+    ],
+)
+def test_the_previous_reference_goes_to_the_disk_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str, previous: str, free: int, place: str
+) -> None:
+    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free)
+    assert place_of_previous(N, storage, previous) == place
+    vector = room_for_previous(N, place, tmp_path)
+    if vector is None:
+        assert place == "none"
+        return
+    assert is_on_disk(vector.fd) == (place == "disk")
+    assert len(vector.values_N) == 2 * N
+    vector.close()

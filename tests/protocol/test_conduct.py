@@ -251,3 +251,35 @@ def test_the_pace_is_that_of_trusted_members_and_faults_of_others_are_forgotten(
         conduct.exchanged(number, {"a": delivery(0.1), **slow}, {}, trusted=["a"], **TIMES)
     assert conduct.pace == pytest.approx(0.1)
     assert conduct.doubted(4) == {"stranger0"}  # of those that were not in the exchange, nothing is remembered
+
+
+def halves(conduct: Conduct, number: int, group: bytes, reducers: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Those that rest, and those that do not, after a commit with these reducers was taken back."""
+    conduct.note_return(number, set(reducers), group)
+    resting = conduct.resting(number + 1)
+    return resting, {*reducers} - resting
+
+
+def test_half_of_those_that_reduced_in_a_harmful_commit_rest_for_a_while() -> None:
+    members = [among(), among(("x",))]  # what else they know makes no difference
+    said = [halves(conduct, 10, b"group", OTHERS) for conduct in members]
+    assert said[0] == said[1]
+    assert len(said[0][0]) == 2
+    assert members[0].resting(25) == said[0][0]
+    assert not members[0].resting(26)
+    assert not members[0].doubted(11)
+
+
+@given(st.integers(2, 9), st.integers(0, 8), st.binary(min_size=1, max_size=4))
+def test_one_liar_among_any_number_of_reducers_rests_soon(number: int, liar: int, salt: bytes) -> None:
+    """It does harm whenever it reduces, and each time a commit is taken back."""
+    names = [f"peer{i}" for i in range(number)]
+    hostile, conduct = names[liar % number], among(names)
+    for returns in range(4):
+        reducers = [name for name in names if name not in conduct.resting(2 * returns)]
+        if hostile not in reducers:
+            break
+        assert reducers
+        conduct.note_return(2 * returns, set(reducers), salt + bytes([returns]))
+    # Half rest, then half of the others in their place, and so on: it is among those that rest with every second draw.
+    assert len(conduct.resting(8)) <= (number + 1) // 2

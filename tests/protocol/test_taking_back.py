@@ -25,14 +25,14 @@ def keeping(values_N: FloatArray, held: Sequence[int]) -> FakePeer:
     return peer(LAYOUT, values_N, held, previous=Previous(np.zeros(N, np.float32), np.zeros(N, np.float32)))
 
 
-def initial_N(seed: int) -> FloatArray:
+def initial_weights(seed: int) -> FloatArray:
     """Initial weights."""
     return np.random.default_rng(seed).normal(0, 1, N).astype(np.float32)
 
 
 def swarm(held: Sequence[Sequence[int]] = HELD, seed: int = 0) -> list[FakePeer]:
     """Peers that have committed a first round."""
-    peers = [keeping(initial_N(seed), experts) for experts in held]
+    peers = [keeping(initial_weights(seed), experts) for experts in held]
     work(peers, seed + 1)
     hold_round(peers, 1)
     return peers
@@ -46,7 +46,7 @@ def work(peers: Sequence[FakePeer], seed: int) -> None:
             each.live_N[block.start : block.stop] += rng.normal(0, 0.1, block.size).astype(np.float32)
 
 
-def trained_N(each: FakePeer) -> FloatArray:
+def trained_weights(each: FakePeer) -> FloatArray:
     """The live weights that a peer trains."""
     return np.concatenate([each.live_N[b.start : b.stop] for b in LAYOUT.trained_blocks(each.held)])
 
@@ -71,7 +71,7 @@ def assert_agreed(peers: Sequence[FakePeer]) -> None:
 def test_all_go_back_to_the_reference_before_the_commit_and_to_their_own_work_in_it() -> None:
     peers = swarm()
     work(peers, 2)
-    before_N, own = references(peers)[0], [trained_N(each) for each in peers]
+    before_N, own = references(peers)[0], [trained_weights(each) for each in peers]
     hold_round(peers, 2)
     assert not np.array_equal(peers[0].reference.values_N, before_N)
     work(peers, 3)  # after the commit: dropped
@@ -83,7 +83,7 @@ def test_all_go_back_to_the_reference_before_the_commit_and_to_their_own_work_in
     assert np.array_equal(peers[0].reference.values_N, before_N)
     assert set(peers[0].reference.versions) == {3}
     for each, own_N in zip(peers, own, strict=True):
-        assert np.array_equal(trained_N(each), own_N)
+        assert np.array_equal(trained_weights(each), own_N)
         assert each.reports[-1].taken_back == 2
         assert not each.reports[-1].keeps_work
     assert sum(state.payload_bytes_sent for state in states) == 0
@@ -184,7 +184,7 @@ def test_a_member_that_has_kept_nothing_gets_the_values_from_another() -> None:
 def test_a_member_that_missed_the_commit_keeps_its_work() -> None:
     peers = swarm()
     work(peers, 2)
-    before_N, own_N = references(peers)[0], trained_N(peers[3])
+    before_N, own_N = references(peers)[0], trained_weights(peers[3])
     hold_round(peers[:3], 2)
     vote(peers, True, True, True, None)
     plan, states = hold_round(peers, 3)
@@ -192,7 +192,7 @@ def test_a_member_that_missed_the_commit_keeps_its_work() -> None:
     assert plan.taken_back.keepers == {0, 1, 2, 3}
     assert_agreed(peers)
     assert np.array_equal(peers[3].reference.values_N, before_N)
-    assert np.array_equal(trained_N(peers[3]), own_N)
+    assert np.array_equal(trained_weights(peers[3]), own_N)
     assert [each.reports[-1].keeps_work for each in peers] == [False, False, False, True]
     assert sum(state.payload_bytes_sent for state in states) == 0
 
@@ -244,13 +244,13 @@ def test_experts_that_the_commit_did_not_change_stay_as_they_are() -> None:
     peers = swarm()
     work(peers, 2)
     hold_round(peers, 2, experts=False)
-    kept = [trained_N(each)[LAYOUT.blocks[0].size :] for each in peers]
+    kept = [trained_weights(each)[LAYOUT.blocks[0].size :] for each in peers]
     vote(peers, True, True, True, True)
     hold_round(peers, 3)
     assert_agreed(peers)
     assert peers[0].reference.versions == (3, 1, 1, 1, 1)
     for each, kept_N in zip(peers, kept, strict=True):
-        assert np.array_equal(trained_N(each)[LAYOUT.blocks[0].size :], kept_N)
+        assert np.array_equal(trained_weights(each)[LAYOUT.blocks[0].size :], kept_N)
 
 
 def test_missing_values_of_a_return_come_in_the_next_round() -> None:
@@ -274,7 +274,7 @@ def test_missing_values_of_a_return_come_in_the_next_round() -> None:
 @given(data=st.data(), codec=st.sampled_from(["fp16", "int4"]))
 def test_whoever_misses_what_all_agree_in_the_end(data: st.DataObject, codec: str) -> None:
     """Members come and go, some keep nothing, and votes are arbitrary."""
-    peers, first = swarm(seed=7), keeping(initial_N(7), [])
+    peers, first = swarm(seed=7), keeping(initial_weights(7), [])
     seen = {first.reference.digest: first.reference.values_N.tobytes()}
     for index in data.draw(st.sets(st.integers(0, 3), max_size=2)):
         peers[index].previous = Previous()

@@ -66,3 +66,26 @@ def test_experts_that_change_hands_and_new_beginnings_count_from_nothing() -> No
     assert work.routed_E.tolist() == [1, 0, 0]
     work.discard()
     assert (work.steps, work.tokens, work.routed_E.tolist()) == (0, 0, [0, 0, 0])
+
+
+def test_work_on_a_commit_that_was_taken_back_counts_for_nothing() -> None:
+    work = LocalWork(3)
+    steps(work, 4.0)
+    work.contribute()
+    steps(work, 2.0)
+    work.take_back([0])
+    assert (work.steps, work.tokens, work.routed_E.tolist()) == (0, 0, [0, 4, 0])  # expert 1 has not gone back
+    steps(work, 3.0)
+    work.contribute()
+    assert work.commit() == pytest.approx(3.0)
+
+
+def test_work_that_a_round_did_not_take_is_taken_by_the_next() -> None:
+    work = LocalWork(3)
+    steps(work, 4.0)
+    work.contribute()
+    work.put_back()
+    steps(work, 2.0)
+    assert (work.steps, work.tokens) == (2, 20)
+    work.contribute()
+    assert work.commit() == pytest.approx(3.0)

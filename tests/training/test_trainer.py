@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from spes_swarm.base.errors import RoundError
 from spes_swarm.port.messages import CaughtUp, RoundReport, SwarmView
+from spes_swarm.protocol.ownership.lease_table import ExpertChange
+from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.storage.checkpoint import load_newest
 from tests.helpers.lone_trainer import HELD, LoneTrainer, StubNetwork, read_events, run_config
 from tests.helpers.memory_swarm import memory_swarm
@@ -258,3 +260,41 @@ def test_trainers_that_share_nothing_but_a_port_agree_round_after_round(tmp_path
         )
     for peer in peers[1:]:
         np.testing.assert_array_equal(peer.live_shared(), peers[0].live_shared())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("keeps_work", [False, True])
+def test_a_commit_that_is_taken_back(make: Make, overlap: bool, keeps_work: bool) -> None:
+    """The network process has put the weights from before it into the contribution, or this peer had missed it."""
+    peer = make({"round": {"inner_steps": 2, "overlap": overlap}}, max_rounds=3)
+    blocks = (0, *(1 + expert for expert in HELD))
+    where = [slice(peer.model.layout.blocks[index].start, peer.model.layout.blocks[index].stop) for index in blocks]
+    stated, next_batch = peer.statements(), peer.setup.sampler.next_batch
+    after = list[NDArray[np.float32]]()  # live weights before each step after the return
+
+    def look(batch_size: int) -> NDArray[np.int64]:
+        if peer.trainer.round == 2:
+            after.append(peer.live())
+        return next_batch(batch_size)
+
+    def take_back(network: StubNetwork) -> RoundReport:
+        for part in () if keeps_work else where:
+            network.contribution_N[part] = 0.25
+        network.reference.finish(2, [(index, 2) for index in blocks])
+        commit = CommitReport(2, ("me", "other"), 0, 0, blocks, 8, taken_back=1, keeps_work=keeps_work)
+        return RoundReport(commit, 0.0, 0.0, network.reference.digest.hex(), ExpertChange(network.held), 0)
+
+    peer.setup.sampler.next_batch = look  # type: ignore[method-assign]
+    peer.network.answers = [StubNetwork.commit, take_back]
+    peer.trainer.run()
+    rounds = peer.events("round")
+    assert [event["round"] for event in rounds] == [1, 2, 3]
+    assert [event.get("taken_back") for event in rounds] == [None, 1, None]
+    assert rounds[1]["train_loss"] is None
+    assert "most peers' loss has risen: the swarm has taken back round 1" in peer.said
+    (tokens, _), (tokens_after, _) = stated[1:3]
+    if keeps_work:  # it is still to be contributed
+        assert tokens_after >= tokens
+    else:  # what was done since the commit went with it
+        assert tokens_after <= len(after) * 128
+        assert all(np.all(after[0][part] == 0.25) for part in where)

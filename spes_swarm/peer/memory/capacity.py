@@ -140,10 +140,11 @@ class Workload:
         host = {
             "reference": 0 if self.on_disk else _WEIGHT * self.layout.num_elements,
             "contribution": 0 if self.on_disk else weights,
-            "previous": _WEIGHT * self.layout.num_elements + weights if self.previous == "memory" else 0,
             "round": in_round,
             "checkpoint": self._copied_bytes(num_experts),
         }
+        if self.previous == "memory":
+            host["previous"] = _WEIGHT * self.layout.num_elements + weights
         if self.optimizer_states == "host":
             host["optimiser"] = int(self.moment_bytes("host", num_experts).on_host)
         if self.foreign_storage == "host":

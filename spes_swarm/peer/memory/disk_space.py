@@ -39,10 +39,10 @@ def check_disk(work: Workload, experts: int, peer: PeerConfig) -> str:
     if needed > free:
         part = "" if existing else f", {gigabytes(each)} of it for a checkpoint"
         advice = "free some space, or use"
-        if work.previous == "disk":
-            advice += " --previous-reference none, or"
         if files:
             advice = "use --foreign-storage device, a smaller form of --foreign-experts, or"
+        if work.previous == "disk":
+            advice += " --previous-reference none, or"
         raise CapacityError(
             f"{peer.output_dir}: {gigabytes(needed)} are needed on its disk{part}, but only {gigabytes(free)} are "
             f"free; {advice} an --output-dir on a larger disk"

@@ -146,8 +146,7 @@ def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batc
     all_experts = codec.num_bytes(work.layout.num_elements - shared_elements)
     # Shared parts are an all-reduce, and experts with one holder an all-gather.
     round_bytes = int((peers - 1) / peers * (shared + all_experts / run.round.expert_every))
-    sharing = planner.sharing
-    step = {"activations": sharing * found.step.activations, "logits": sharing * found.step.logits}
+    step = {name: planner.sharing * getattr(found.step, name) for name in ("activations", "logits")}
     return Plan(
         trains_on="cpu" if machine.device.type == "cpu" else "gpu",
         experts=wanted,

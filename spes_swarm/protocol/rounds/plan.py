@@ -232,25 +232,10 @@ def make_plan(
         ]
     else:
         block_plans = [_plan_return(members, block.index, taken_back) for block in layout.blocks]
-    # Experts first: their reducers are fixed (their holders); the shared parts then level the loads.
-    pieces: dict[int, list[tuple[int, int, int]]] = {}
-    planned = sorted((b for b in block_plans if b is not None), key=lambda b: b.block == SHARED_BLOCK)
-    reducers.expect(sum(layout.blocks[block_plan.block].size for block_plan in planned))
-    for block_plan in planned:
-        block = layout.blocks[block_plan.block]
-        candidates = reducers.candidates(block_plan, prefer_contributors=block.expert is not None)
-        if not candidates:
-            continue
-        pieces[block.index] = []
-        part_elements = _part_elements(block.size, len(candidates), max_part_elements)
-        for start in range(block.start, block.stop, part_elements):
-            size = min(part_elements, block.stop - start)
-            pieces[block.index].append((start, size, reducers.choose(candidates, size)))
-    parts: list[Part] = []
-    for block_index in sorted(pieces):
-        for start, size, reducer in pieces[block_index]:
-            parts.append(Part(len(parts), block_index, start, size, reducer))
-    blocks = {b.block: b for b in block_plans if b is not None and b.block in pieces}
+    planned = [block_plan for block_plan in block_plans if block_plan is not None]
+    parts = _cut(planned, layout, reducers, max_part_elements)
+    with_parts = {part.block for part in parts}
+    blocks = {block_plan.block: block_plan for block_plan in planned if block_plan.block in with_parts}
     made: defaultdict[int, list[tuple[int, Contribution]]] = defaultdict(list)
     for index, block_plan in blocks.items():
         for contribution in block_plan.contributions:
@@ -261,7 +246,26 @@ def make_plan(
     trusted = reducers.trusted
     pace = _usual_pace([members[i] for i in trusted])
     duties = trusted, reducers.without_duty, pace, taken_back
-    return Plan(group.round, len(members), blocks, tuple(parts), claims, lengths, frozenset(deferred), *duties)
+    return Plan(group.round, len(members), blocks, parts, claims, lengths, frozenset(deferred), *duties)
+
+
+def _cut(planned: Sequence[BlockPlan], layout: Layout, reducers: _Reducers, max_part_elements: int) -> tuple[Part, ...]:
+    """Cuts the blocks into parts and chooses their reducers; a block that nobody can reduce has no parts."""
+    pieces: dict[int, list[tuple[int, int, int]]] = {}
+    reducers.expect(sum(layout.blocks[block_plan.block].size for block_plan in planned))
+    # Experts first: their reducers are fixed (their holders); the shared parts then level the loads.
+    for block_plan in sorted(planned, key=lambda block_plan: block_plan.block == SHARED_BLOCK):
+        block = layout.blocks[block_plan.block]
+        candidates = reducers.candidates(block_plan, prefer_contributors=block.expert is not None)
+        if not candidates:
+            continue
+        pieces[block.index] = []
+        part_elements = _part_elements(block.size, len(candidates), max_part_elements)
+        for start in range(block.start, block.stop, part_elements):
+            size = min(part_elements, block.stop - start)
+            pieces[block.index].append((start, size, reducers.choose(candidates, size)))
+    cut = [(index, *piece) for index in sorted(pieces) for piece in pieces[index]]
+    return tuple(Part(number, *piece) for number, piece in enumerate(cut))
 
 
 def _usual_pace(members: Sequence[Member]) -> float:

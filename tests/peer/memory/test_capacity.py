@@ -189,6 +189,9 @@ def test_every_class_is_counted_where_it_is() -> None:
         "round": 112 * M + 57_375_000,
         "checkpoint": 224 * M,
     }
+    # 82 M weights, 28 M of them trained.
+    assert replace(load, previous="memory").host_bytes(2)["previous"] == 4 * (82 + 28) * M
+    assert "previous" not in replace(load, previous="disk").host_bytes(2)
     on_disk = replace(load, on_disk=True, device=CPU)
     assert on_disk.host_bytes(2) == {"reference": 0, "contribution": 0, "round": 7, "checkpoint": 224 * M}
 
