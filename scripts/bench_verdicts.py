@@ -19,7 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 
 from scripts.testing.verdict_runs import SCENARIOS, Record, Window, record, rises
@@ -103,7 +103,19 @@ def table(records: Sequence[Record], judge_merges: bool, explain: bool = False) 
     rows = {name: Row(scenario=name) for name in SCENARIOS if any(run.scenario == name for run in records)}
     for run in records:
         add_run(rows[run.scenario], run, judge_merges, explain)
-    heads = ("runs", "rounds", "peer-r.", "told", "alarms", "refused", "harmed", "seen", "noticed", "rise", "merge rise")
+    heads = (
+        "runs",
+        "rounds",
+        "peer-r.",
+        "told",
+        "alarms",
+        "refused",
+        "harmed",
+        "seen",
+        "noticed",
+        "rise",
+        "merge rise",
+    )
     print(f"{'scenario':12}" + "".join(f"{head:>11}" for head in heads))
     for row in rows.values():
         cells = [row.runs, row.rounds, row.peer_rounds, row.told, row.alarms, row.refused, row.harmed]
@@ -140,7 +152,7 @@ def write(path: Path, records: Sequence[Record], rows: Sequence[Row]) -> None:
             "seed": run.seed,
             "rounds": run.rounds,
             "seconds": run.seconds,
-            "peers": {n: [[w.round, w.side, w.kind, w.losses, w.evaluation] for w in ws] for n, ws in run.peers.items()},
+            "peers": {name: [list(astuple(window)) for window in windows] for name, windows in run.peers.items()},
         }
         for run in records
     ]

@@ -1,4 +1,4 @@
-"""Runs from which a peer's judge of commits (spes_swarm/training/loss_watch.py) is measured: honest ones and harmed ones.
+"""Runs, honest and harmed ones, from which a peer's judge of commits (spes_swarm/training/loss_watch.py) is measured.
 
 They record what each peer's judge would be told, whatever it answers, so that any judge can be replayed on them. A
 harmed commit is taken back by the next round, whether or not it was noticed: each one meets a healthy swarm. Only in
@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -236,9 +237,6 @@ class _Course:
         self.windows[newcomer.name] = []
 
 
-
-
-
 def record(name: str, seed: int, rounds: int, until: float) -> Record:
     """Makes one run of a scenario, of this many rounds or until this time (seconds since the epoch)."""
     torch.set_num_threads(1)
@@ -256,10 +254,10 @@ def record(name: str, seed: int, rounds: int, until: float) -> Record:
 
 
 def rises(peers: Sequence[list[Window]], kind: Kind) -> list[float]:
-    """Returns by how much the mean loss after commits of this kind lies above that after the commit before, each peer."""
+    """Returns by how much the mean loss after commits of this kind lies above that after the commit before, in nats."""
     found = []
     for windows in peers:
-        for before, after in zip(windows, windows[1:], strict=False):
+        for before, after in pairwise(windows):
             if after.kind == kind and before.kind != "start" and before.losses and after.losses:
                 found.append(float(np.mean(after.losses) - np.mean(before.losses)))
     return found
