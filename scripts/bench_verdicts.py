@@ -24,6 +24,7 @@ from pathlib import Path
 
 from scripts.testing.verdict_runs import SCENARIOS, Record, Window, record, rises
 from spes_swarm.base.arguments import show_any_text
+from spes_swarm.config.data_source import STDLIB
 from spes_swarm.training.loss_watch import LossWatch
 
 # Commits whose windows are not judged, unless --judge-merges says otherwise.
@@ -167,7 +168,9 @@ def make_runs(options: argparse.Namespace) -> list[Record]:
     records: list[Record] = []
     # Forking a process that has used torch may deadlock.
     with ProcessPoolExecutor(min(options.jobs, len(tasks)), multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(record, name, seed, options.rounds, until): (name, seed) for name, seed in tasks}
+        running = {
+            pool.submit(record, name, seed, options.rounds, until, options.data): (name, seed) for name, seed in tasks
+        }
         for number, done in enumerate(as_completed(running), 1):
             name, seed = running[done]
             if done.exception() is not None:
@@ -191,6 +194,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=600, help="after these, runs end with the rounds they have")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
     parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
+    parser.add_argument("--data", default=STDLIB, help="stdlib, token files or text")
     parser.add_argument("--judge-merges", action="store_true", help="judge commits that merged experts, too")
     parser.add_argument("--replay", type=Path, nargs="+", help="files of earlier runs to judge, without training")
     parser.add_argument("--explain", action="store_true", help="print the reason of each false alarm")

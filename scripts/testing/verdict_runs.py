@@ -237,12 +237,17 @@ class _Course:
         self.windows[newcomer.name] = []
 
 
-def record(name: str, seed: int, rounds: int, until: float) -> Record:
-    """Makes one run of a scenario, of this many rounds or until this time (seconds since the epoch)."""
+def record(name: str, seed: int, rounds: int, until: float, data: str = STDLIB) -> Record:
+    """Makes one run of a scenario, of this many rounds or until this time (seconds since the epoch).
+
+    Raises:
+        DataError: see open_corpus.
+        RuntimeError: a weight is NaN or infinite.
+    """
     torch.set_num_threads(1)
     started = time.monotonic()
     scenario = SCENARIOS[name]
-    stream = TokenStream(open_corpus(STDLIB, load_tokenizer("bytes")))
+    stream = TokenStream(open_corpus(data, load_tokenizer("bytes")))
     course = _Course(scenario, seed, stream)
     while course.swarm.round < rounds and time.time() < until:
         if scenario.partitions and course.swarm.round % SPLIT_EVERY == SPLIT_EVERY - SPLIT_ROUNDS:
