@@ -83,6 +83,7 @@ SCENARIOS = {
     "flip": Scenario(harm="flip"),
     "noise-3": Scenario(harm="noise", factor=3.0),
     "noise-10": Scenario(harm="noise", factor=10.0),
+    "noise-20": Scenario(harm="noise", factor=20.0),
     "noise-30": Scenario(harm="noise", factor=30.0),
     "noise-100": Scenario(harm="noise", factor=100.0),
     "creep-1": Scenario(harm="noise", factor=1.0, harm_every=1),

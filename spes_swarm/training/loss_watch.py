@@ -22,8 +22,9 @@ _MIN_STEPS = 3
 _LEVEL_WINDOWS = 8
 # Degrees of freedom from which the scatter is known well enough: three windows of five steps.
 _MIN_FREEDOM = 12
-# Standard errors that a rise must exceed.
-_CHANCE = 3.0
+# Standard errors that a rise must exceed. Honest windows do in 0.06 % of all cases, and those of two peers do so
+# independently (scripts/bench_verdicts.py); 3 would be 0.3 %.
+_CHANCE = 3.5
 _EVALUATION_CHANCE = 4.0  # all peers measure the same text, so their errors agree
 _CREEP_CHANCE = 4.0
 # Share of the loss that a rise must exceed, however certain it is.
@@ -37,18 +38,22 @@ class LossWatch:
     """The losses of one peer since the last commits, and what they say about the last one."""
 
     def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Forgets everything: the live weights were replaced."""
         self._window: list[float] = []
         self._earlier: deque[list[float]] = deque(maxlen=2 * _CREEP_WINDOWS - 1)  # oldest first
         # How many of the newest earlier windows may be compared with this one, and looked at for a slow rise.
         self._comparable = self._creep_comparable = 0
-        self._judged = False
+        self._judged = False  # the last commit
+        self._after_return = False
         # Mean and standard error right after the last commit and right after the one before it.
         self._evaluation: tuple[float, float | None] | None = None
         self._evaluation_before: tuple[float, float | None] | None = None
+
+    def restart(self) -> None:
+        """Forgets everything: the live weights were replaced."""
+        self._earlier.clear()
+        self._comparable = self._creep_comparable = 0
+        self._evaluation = None
+        self._begin(judged=False)
 
     def add_step(self, loss: float) -> None:
         """Notes the finite loss of a finished local step, in nats per target."""
@@ -61,13 +66,15 @@ class LossWatch:
 
     def committed(self, *, judged: bool = True) -> None:
         """Begins a window: a commit was followed. Without `judged` it has no verdict, nor is it compared across."""
+        if self._after_return and any(risen for risen, _ in self._against_level()):
+            self._comparable = 0  # the return has not helped, so no commit is to blame, and this is the level now
         if self._window:
             self._earlier.append(self._window)
             self._comparable += 1
             self._creep_comparable += 1
         if not judged:
             self._comparable = self._creep_comparable = 0
-        self._begin(judged)
+        self._begin(judged=judged)
 
     def returned(self) -> None:
         """Begins a window, in place of `committed`: the last commit was taken back. Its own window is forgotten.
@@ -76,10 +83,10 @@ class LossWatch:
         """
         self._creep_comparable = 0
         self._evaluation = None
-        self._begin(judged=False)
+        self._begin(judged=False, after_return=True)
 
-    def _begin(self, judged: bool) -> None:
-        self._window, self._judged = [], judged
+    def _begin(self, *, judged: bool, after_return: bool = False) -> None:
+        self._window, self._judged, self._after_return = [], judged, after_return
         self._evaluation_before, self._evaluation = self._evaluation, None
 
     @property
@@ -103,15 +110,17 @@ class LossWatch:
             if stderr is not None and stderr_before is not None:
                 error = math.hypot(stderr, stderr_before)
                 yield _finding("the held-out loss", mean - before, before, error, _EVALUATION_CHANCE)
-        if len(self._window) < _MIN_STEPS:
-            return
-        recent = list(islice(reversed(self._earlier), _LEVEL_WINDOWS))
-        freedom = sum(len(window) - 1 for window in recent)
-        earlier = [window for window in recent[: self._comparable] if len(window) >= _MIN_STEPS]
-        if earlier and freedom >= _MIN_FREEDOM:
-            yield self._compare(earlier, sum(_squares(window) for window in recent) / freedom)
-        if self._creep_comparable >= 2 * _CREEP_WINDOWS - 1:
+        yield from self._against_level()
+        if len(self._window) >= _MIN_STEPS and self._creep_comparable >= 2 * _CREEP_WINDOWS - 1:
             yield self._compare_slowly()
+
+    def _against_level(self) -> Iterator[tuple[bool, str]]:
+        """Yields the comparison with the last few windows, if there is enough to compare."""
+        freedom = sum(len(window) - 1 for window in self._earlier)
+        newest = islice(reversed(self._earlier), min(self._comparable, _LEVEL_WINDOWS))
+        earlier = [window for window in newest if len(window) >= _MIN_STEPS]
+        if earlier and len(self._window) >= _MIN_STEPS and freedom >= _MIN_FREEDOM:
+            yield self._compare(earlier, sum(map(_squares, self._earlier)) / freedom)
 
     def _compare(self, earlier: list[list[float]], variance: float) -> tuple[bool, str]:
         """Compares each step of the window with the same step of earlier windows; `variance` is that of a step."""

@@ -170,6 +170,19 @@ def test_the_round_that_takes_harm_back_has_no_verdict_and_later_ones_are_measur
     assert verdict_of(watch) is False
 
 
+def test_a_return_that_does_not_help_clears_the_commits_and_sets_a_new_level() -> None:
+    losses = Losses(0)
+    watch = healthy(losses, 10)
+    losses.steps(watch, 10, LEVEL + 1)  # all peers have come to other text, say
+    assert verdict_of(watch) is True
+    watch.returned()
+    losses.steps(watch, 10, LEVEL + 1)
+    losses.rounds(watch, 1, 10, LEVEL + 1)
+    assert verdict_of(watch) is False
+    losses.rounds(watch, 1, 10, LEVEL + 2)
+    assert verdict_of(watch) is True
+
+
 def test_after_a_restart_nothing_of_before_counts() -> None:
     losses = Losses(0)
     watch = healthy(losses, 10)
