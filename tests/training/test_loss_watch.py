@@ -122,7 +122,7 @@ def test_it_cannot_tell_from_few_steps_or_without_a_round_to_compare_with() -> N
     assert verdict_of(watch) is None
     losses.steps(watch, 1, LEVEL + 9)
     assert verdict_of(watch) is None
-    assert "1 steps" in watch.reason
+    assert "1 step " in watch.reason
     losses.steps(watch, 5, LEVEL + 9)
     assert verdict_of(watch) is True
 
