@@ -27,9 +27,6 @@ from spes_swarm.base.arguments import show_any_text
 from spes_swarm.config.data_source import STDLIB
 from spes_swarm.training.loss_watch import LossWatch
 
-# Commits whose windows are not judged, unless --judge-merges says otherwise.
-_NOT_JUDGED = {"merge", "reunion"}
-
 
 @dataclass(kw_only=True)
 class Row:
@@ -37,20 +34,20 @@ class Row:
 
     scenario: str
     runs: int = 0
-    rounds: int = 0  # of one peer: those in which any peer trained, of all runs
+    rounds: int = 0  # of all runs; each side of a partition holds its own
     peer_rounds: int = 0
-    told: int = 0  # of these: rounds with a verdict
+    told: int = 0  # peer-rounds with a verdict
     alarms: int = 0  # of these: the loss has risen, without harm
     refused: int = 0  # honest rounds that most peers refused
     harmed: int = 0  # rounds
-    seen: int = 0  # of these: peers that said so, in rounds
-    noticed: int = 0  # of these: refused by most
-    rises: list[float] = field(default_factory=list)  # of the loss after harm, in nats, each peer
-    merge_rises: list[float] = field(default_factory=list)
+    seen: int = 0  # peer-rounds of these in which the peer said so
+    noticed: int = 0  # harmed rounds that most peers refused
+    rises: list[float] = field(default_factory=list)  # of the mean loss by harm, in nats, one for each peer-round
+    merge_rises: list[float] = field(default_factory=list)  # by commits that merged experts
     first_refused: list[int | None] = field(default_factory=list)  # of creeping harm: rounds since it began
 
 
-def judge(windows: Sequence[Window], judge_merges: bool) -> Iterator[tuple[Window, bool | None, str]]:
+def judge(windows: Sequence[Window]) -> Iterator[tuple[Window, bool | None, str]]:
     """Yields each window of a peer with its verdict at the end of it."""
     watch = LossWatch()
     for window in windows:
@@ -59,8 +56,7 @@ def judge(windows: Sequence[Window], judge_merges: bool) -> Iterator[tuple[Windo
         elif window.kind == "return":
             watch.returned()
         else:
-            unjudged = window.kind == "reunion" or (window.kind == "merge" and not judge_merges)
-            watch.committed(judged=not unjudged)
+            watch.committed(judged=window.kind != "reunion")
         if window.evaluation is not None:
             watch.add_evaluation(*window.evaluation)
         for loss in window.losses:
@@ -68,12 +64,12 @@ def judge(windows: Sequence[Window], judge_merges: bool) -> Iterator[tuple[Windo
         yield window, watch.verdict, watch.reason
 
 
-def add_run(row: Row, run: Record, judge_merges: bool, explain: bool) -> None:
+def add_run(row: Row, run: Record, explain: bool) -> None:
     """Judges the windows of a run."""
     votes: defaultdict[tuple[int, int], list[bool | None]] = defaultdict(list)
     harmed: set[tuple[int, int]] = set()
     for name, windows in run.peers.items():
-        for window, verdict, reason in judge(windows, judge_merges):
+        for window, verdict, reason in judge(windows):
             key = (window.round, window.side)
             votes[key].append(verdict)
             row.peer_rounds += 1
@@ -99,32 +95,20 @@ def add_run(row: Row, run: Record, judge_merges: bool, explain: bool) -> None:
         row.first_refused.append(noticed[0] - first if noticed else None)
 
 
-def table(records: Sequence[Record], judge_merges: bool, explain: bool = False) -> list[Row]:
+def table(records: Sequence[Record], explain: bool = False) -> list[Row]:
     """Judges all records and prints a table."""
     rows = {name: Row(scenario=name) for name in SCENARIOS if any(run.scenario == name for run in records)}
     for run in records:
-        add_run(rows[run.scenario], run, judge_merges, explain)
-    heads = (
-        "runs",
-        "rounds",
-        "peer-r.",
-        "told",
-        "alarms",
-        "refused",
-        "harmed",
-        "seen",
-        "noticed",
-        "rise",
-        "merge rise",
-    )
-    print(f"{'scenario':12}" + "".join(f"{head:>11}" for head in heads))
+        add_run(rows[run.scenario], run, explain)
+    heads = "runs rounds peer-rounds told alarms refused harmed seen noticed rise by-merge".split()
+    print(f"{'scenario':12}" + "".join(f"{head:>12}" for head in heads))
     for row in rows.values():
         cells = [row.runs, row.rounds, row.peer_rounds, row.told, row.alarms, row.refused, row.harmed]
         per_harm = row.harmed * SCENARIOS[row.scenario].num_peers
         shares = [f"{row.seen / per_harm:.1%}", f"{row.noticed / row.harmed:.1%}"] if row.harmed else ["-", "-"]
         print(
             f"{row.scenario:12}"
-            + "".join(f"{cell:>11}" for cell in [*cells, *shares, _mean(row.rises), _mean(row.merge_rises)])
+            + "".join(f"{cell:>12}" for cell in [*cells, *shares, _mean(row.rises), _mean(row.merge_rises)])
             + (f"  first refused after {row.first_refused} rounds" if row.first_refused else "")
         )
     return list(rows.values())
@@ -195,7 +179,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
     parser.add_argument("--scenarios", nargs="+", choices=list(SCENARIOS), default=list(SCENARIOS))
     parser.add_argument("--data", default=STDLIB, help="stdlib, token files or text")
-    parser.add_argument("--judge-merges", action="store_true", help="judge commits that merged experts, too")
     parser.add_argument("--replay", type=Path, nargs="+", help="files of earlier runs to judge, without training")
     parser.add_argument("--explain", action="store_true", help="print the reason of each false alarm")
     parser.add_argument("--json", type=Path, default=Path("runs/verdicts.json"), help="where records are written")
@@ -208,10 +191,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_arguments(argv)
     if options.replay:
         records = [run for path in options.replay for run in read_records(path)]
-        table([run for run in records if run.scenario in options.scenarios], options.judge_merges, options.explain)
+        table([run for run in records if run.scenario in options.scenarios], options.explain)
         return 0
     records = make_runs(options)
-    write(options.json, records, table(records, options.judge_merges, options.explain))
+    write(options.json, records, table(records, options.explain))
     return 0
 
 

@@ -1,9 +1,9 @@
 """Judges from a peer's own losses whether the last commit did harm.
 
 The steps after a commit form a window. It is compared step by step with the windows of the commits before it, first
-step with first step: where peers have text of their own, the loss falls between two commits and rises at each, so the
-steps right before a commit and right after it cannot be compared. A window of few steps says little about their
-scatter, so it is pooled over several windows.
+step with first step, because the loss drifts between two commits, and each commit undoes that: it falls where peers
+have text of their own, and rises at a high learning rate, whose noise the average removes. A window of few steps says
+little about their scatter, so it is pooled over all windows that are kept.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def windows(bad: set[int]) -> list[Window]:
 @pytest.mark.parametrize(("peers_hurt", "noticed"), [(1, 0), (2, 0), (3, 1), (4, 1)])
 def test_more_than_half_of_the_peers_decide(peers_hurt: int, noticed: int) -> None:
     peers = {f"peer-{i}": windows({6} if i < peers_hurt else set()) for i in range(4)}
-    (row,) = table([Record("noise-10", 0, 12, 1.0, peers)], judge_merges=True)
+    (row,) = table([Record("noise-10", 0, 12, 1.0, peers)])
     assert (row.harmed, row.seen, row.noticed) == (2, peers_hurt, noticed)
     assert (row.alarms, row.refused) == (0, 0)
 
@@ -40,7 +40,7 @@ def test_a_rise_without_harm_is_an_alarm_and_refused_by_two_of_two() -> None:
     records = [
         Record("pair", seed, 12, 1.0, {"a": windows({5}), "b": windows({5} if seed else set())}) for seed in (0, 1)
     ]
-    (row,) = table(records, judge_merges=True)
+    (row,) = table(records)
     assert (row.runs, row.rounds, row.peer_rounds) == (2, 24, 48)
     assert (row.alarms, row.refused) == (3, 1)
 
