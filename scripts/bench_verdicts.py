@@ -100,15 +100,15 @@ def table(records: Sequence[Record], explain: bool = False) -> list[Row]:
     rows = {name: Row(scenario=name) for name in SCENARIOS if any(run.scenario == name for run in records)}
     for run in records:
         add_run(rows[run.scenario], run, explain)
-    heads = "runs rounds peer-rounds told alarms refused harmed seen noticed rise by-merge".split()
-    print(f"{'scenario':12}" + "".join(f"{head:>12}" for head in heads))
+    heads = ("runs", "rounds", "peer-r.", "told", "alarms", "refused", "harmed", "seen", "noticed", "rise", "by merge")
+    print(f"{'scenario':12}" + "".join(f"{head:>14}" for head in heads))
     for row in rows.values():
         cells = [row.runs, row.rounds, row.peer_rounds, row.told, row.alarms, row.refused, row.harmed]
         per_harm = row.harmed * SCENARIOS[row.scenario].num_peers
         shares = [f"{row.seen / per_harm:.1%}", f"{row.noticed / row.harmed:.1%}"] if row.harmed else ["-", "-"]
         print(
             f"{row.scenario:12}"
-            + "".join(f"{cell:>12}" for cell in [*cells, *shares, _mean(row.rises), _mean(row.merge_rises)])
+            + "".join(f"{cell:>14}" for cell in [*cells, *shares, _mean(row.rises), _mean(row.merge_rises)])
             + (f"  first refused after {row.first_refused} rounds" if row.first_refused else "")
         )
     return list(rows.values())
