@@ -118,6 +118,7 @@ class SequentialPeer:
             warn=lambda *_: None,
         )
         self.tracks, self.lineage = TrackRecords(), Lineage({})
+        self.losses: list[float] = []  # of the steps since the last commit, in nats per target
         # Tokens since the last commit, all and by layer and expert; those of an expert since it took part in a round.
         num_experts = self.model.layout.num_experts
         self.tokens, self.routed_E = 0, np.zeros(num_experts, dtype=np.int64)
@@ -131,7 +132,7 @@ class SequentialPeer:
             at = self._clock.step_of(self.reference.round) + min(step, inner_steps)
             self.optimiser.set_learning_rate(learning_rate(at, training))
             batch_BS = self.sampler.next_batch(training.batch_size)
-            self._gradients.compute(batch_BS, progress=min(1.0, at / training.total_steps))
+            self.losses.append(self._gradients.compute(batch_BS, progress=min(1.0, at / training.total_steps)))
             torch.nn.utils.clip_grad_norm_(parameters, training.max_grad_norm)
             routed_LE = self.model.pop_routed_tokens()
             self.routed_LE += routed_LE
@@ -143,6 +144,7 @@ class SequentialPeer:
     def committed(self, deferred: Collection[int]) -> None:
         """Notes that a round has taken its work, except that on the `deferred` experts."""
         self.tokens = 0
+        self.losses = []
         self.routed_LE[:] = 0
         self.routed_E[[expert for expert in range(len(self.routed_E)) if expert not in deferred]] = 0
 

@@ -1,0 +1,152 @@
+"""Judges from a peer's own losses whether the last commit did harm.
+
+The steps after a commit form a window. It is compared step by step with the windows of the commits before it, first
+step with first step, because the loss drifts between two commits, and each commit undoes that: it falls where peers
+have text of their own, and rises at a high learning rate, whose noise the average removes. A window of few steps says
+little about their scatter, so it is pooled over all windows that are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from statistics import fmean, median
+
+from spes_swarm.base.wording import plural
+
+_MAX_STEPS = 64  # of a window that are kept: they tell a rise by half of the scatter of a step
+_MIN_STEPS = 3  # of a window with a verdict: a single batch of unusual text would decide a shorter one
+_LEVEL_WINDOWS = 8  # that a window is compared with: more would be no more precise, and reach back to a higher loss
+_MIN_FREEDOM = 12  # degrees of freedom from which the scatter is known well enough: three windows of five steps
+_CREEP_WINDOWS = 10  # on either side when a slow rise is looked for
+# Standard errors that a rise must exceed. Of 13,342 honest windows 0.07 % did (0.16 % exceeded 3, and 0.46 % exceeded
+# 2.5), those of two peers never at once: scripts/bench_verdicts.py.
+_CHANCE = 3.5
+_EVALUATION_CHANCE = 4.0  # all peers measure the same text, so that their errors agree
+_MARGIN = 0.02  # share of the loss that a rise must exceed, however certain it is
+_MEDIAN_ERROR = math.sqrt(math.pi / 2)  # standard error of the median over that of the mean
+
+
+class LossWatch:
+    """The losses of one peer since the last commits, and what they say about the last one."""
+
+    def __init__(self) -> None:
+        self._window: list[float] = []
+        self._earlier: deque[list[float]] = deque(maxlen=2 * _CREEP_WINDOWS - 1)  # oldest first
+        # How many of the newest earlier windows may be compared with this one, and looked at for a slow rise.
+        self._comparable = self._creep_comparable = 0
+        self._judged = False  # the last commit
+        self._after_return = False
+        # Mean and standard error right after the last commit and right after the one before it.
+        self._evaluation: tuple[float, float | None] | None = None
+        self._evaluation_before: tuple[float, float | None] | None = None
+
+    def restart(self) -> None:
+        """Forgets everything: the live weights were replaced."""
+        self._earlier.clear()
+        self._comparable = self._creep_comparable = 0
+        self._evaluation = None
+        self._begin(judged=False)
+
+    def add_step(self, loss: float) -> None:
+        """Notes the finite loss of a finished local step, in nats per target."""
+        if len(self._window) < _MAX_STEPS:
+            self._window.append(loss)
+
+    def add_evaluation(self, mean: float, stderr: float | None) -> None:
+        """Notes the loss on held-out text right after the last commit, in nats per target."""
+        self._evaluation = (mean, stderr)
+
+    def committed(self, *, judged: bool = True) -> None:
+        """Begins a window: a commit was followed. Without `judged` it has no verdict, nor is it compared across."""
+        if self._after_return and any(risen for risen, _ in self._against_level()):
+            self._comparable = 0  # the return has not helped, so no commit is to blame, and this is the level now
+        if self._window:
+            self._earlier.append(self._window)
+            self._comparable += 1
+            self._creep_comparable += 1
+        if not judged:
+            self._comparable = self._creep_comparable = 0
+        self._begin(judged=judged)
+
+    def returned(self) -> None:
+        """Begins a window, in place of `committed`: the last commit was taken back. Its own window is forgotten.
+
+        This window has no verdict. What is known about a slow rise is forgotten.
+        """
+        self._creep_comparable = 0
+        self._evaluation = None
+        self._begin(judged=False, after_return=True)
+
+    def _begin(self, *, judged: bool, after_return: bool = False) -> None:
+        self._window, self._judged, self._after_return = [], judged, after_return
+        self._evaluation_before, self._evaluation = self._evaluation, None
+
+    @property
+    def verdict(self) -> bool | None:
+        """True: the loss has risen since the last commit, beyond chance. None: it cannot be told (yet)."""
+        found = [risen for risen, _ in self._findings()]
+        return any(found) if found else None
+
+    @property
+    def reason(self) -> str:
+        """One line with the figures behind the verdict."""
+        if not self._judged:
+            return "the last commit is not judged"
+        found = sorted(self._findings(), key=lambda finding: not finding[0])
+        return found[0][1] if found else f"cannot tell from {plural(len(self._window), 'step')} after the last commit"
+
+    def _findings(self) -> Iterator[tuple[bool, str]]:
+        """Yields (risen, why) for each comparison that can be made."""
+        if not self._judged:
+            return
+        if self._evaluation is not None and self._evaluation_before is not None:
+            (mean, stderr), (before, stderr_before) = self._evaluation, self._evaluation_before
+            if stderr is not None and stderr_before is not None:
+                error = math.hypot(stderr, stderr_before)
+                yield _finding("the held-out loss", mean - before, before, error, _EVALUATION_CHANCE)
+        yield from self._against_level()
+        if len(self._window) >= _MIN_STEPS and self._creep_comparable >= 2 * _CREEP_WINDOWS - 1:
+            yield self._compare_slowly()
+
+    def _against_level(self) -> Iterator[tuple[bool, str]]:
+        """Yields the comparison with the last few windows, if there is enough to compare."""
+        freedom = sum(len(window) - 1 for window in self._earlier)
+        newest = islice(reversed(self._earlier), min(self._comparable, _LEVEL_WINDOWS))
+        earlier = [window for window in newest if len(window) >= _MIN_STEPS]
+        if earlier and len(self._window) >= _MIN_STEPS and freedom >= _MIN_FREEDOM:
+            yield self._compare(earlier, sum(map(_squares, self._earlier)) / freedom)
+
+    def _compare(self, earlier: list[list[float]], variance: float) -> tuple[bool, str]:
+        """Compares each step of the window with the same step of earlier windows; `variance` is that of a step."""
+        # Per step: how many earlier windows have it, which is its weight.
+        weights = [sum(len(window) > step for window in earlier) for step in range(len(self._window))]
+        total = sum(weights)
+        before = math.fsum(loss for window in earlier for loss in window[: len(self._window)]) / total
+        now = math.fsum(w * loss for w, loss in zip(weights, self._window, strict=True)) / total
+        error = math.sqrt(variance * (sum(w * w for w in weights) / total**2 + 1 / total))
+        what = f"the loss of {plural(len(self._window), 'step')}, against {plural(len(earlier), 'commit')} before,"
+        return _finding(what, now - before, before, error, _CHANCE)
+
+    def _compare_slowly(self) -> tuple[bool, str]:
+        """Compares the median of the last windows with that of as many before them."""
+        means = [fmean(window) for window in (*self._earlier, self._window)]
+        old, new = means[:_CREEP_WINDOWS], means[_CREEP_WINDOWS:]
+        variance = (_squares(old) + _squares(new)) / (_CREEP_WINDOWS * (_CREEP_WINDOWS - 1))
+        error = _MEDIAN_ERROR * math.sqrt(variance)
+        what = f"the median loss of {_CREEP_WINDOWS} rounds, against that of the {_CREEP_WINDOWS} before,"
+        return _finding(what, median(new) - median(old), median(old), error, _CHANCE)
+
+
+def _squares(losses: list[float]) -> float:
+    """Returns the sum of squared deviations from the mean."""
+    mean = fmean(losses)
+    return math.fsum((loss - mean) ** 2 for loss in losses)
+
+
+def _finding(what: str, rise: float, before: float, error: float, chance: float) -> tuple[bool, str]:
+    risen = rise > max(chance * error, _MARGIN * abs(before))
+    verb = "rose" if risen else "did not rise beyond chance"
+    return risen, f"{what} {verb}: {before:.4f} {rise:+.4f} nats, standard error {error:.4f}"
