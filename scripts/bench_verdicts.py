@@ -3,8 +3,8 @@
     .venv/bin/python scripts/bench_verdicts.py --runs 2 --rounds 400 --jobs 2
 
 Virtual peers train in one process (scripts/testing/verdict_runs.py) and record what their judges
-(spes_swarm/training/loss_watch.py) would be told. `--json` keeps the records; `--replay` judges them anew, without
-training. A commit is refused if more than half of the peers, and at least two, say that the loss has risen.
+(spes_swarm/training/health/loss_watch.py) would be told. `--json` keeps the records; `--replay` judges them anew,
+without training. A commit is refused if more than half of the peers, and at least two, say that the loss has risen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from scripts.testing.verdict_runs import SCENARIOS, Record, Window, record, rises
 from spes_swarm.base.arguments import show_any_text
 from spes_swarm.config.data_source import STDLIB
-from spes_swarm.training.loss_watch import LossWatch
+from spes_swarm.training.health.loss_watch import LossWatch
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Runs, honest and harmed ones, from which a peer's judge of commits (spes_swarm/training/loss_watch.py) is measured.
+"""Runs, honest and harmed ones, on which a peer's judge of commits (training/health/loss_watch.py) is measured.
 
 They record what each peer's judge would be told, whatever it answers, so that any judge can be replayed on them. A
 harmed commit is taken back by the next round, whether or not it was noticed: each one meets a healthy swarm. Only in
@@ -30,7 +30,7 @@ from spes_swarm.data.sampler import TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.model.merge import merge_alpha, merge_due
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
-from spes_swarm.training.held_out import HeldOutLoss, HeldOutText
+from spes_swarm.training.health.held_out import HeldOutLoss, HeldOutText
 
 NUM_PEERS = 4
 SPEEDS = (3, 4, 5, 8)  # fifths of the inner steps, in `speeds`

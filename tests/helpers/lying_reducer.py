@@ -20,8 +20,7 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.protocol.rounds.plan import Part
 from spes_swarm.protocol.rounds.round_state import RoundState
 
-
-_LOUD_RMS = 0.3
+_LOUD_RMS = 0.9
 
 
 def _noise(mean_N: FloatArray, rms: float | None = None) -> FloatArray:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.training.loss_watch import LossWatch
+from spes_swarm.training.health.loss_watch import LossWatch
 
 LEVEL, SCATTER = 2.0, 0.1  # of the losses, in nats
 seeds = st.integers(0, 2**32 - 1)

@@ -18,7 +18,9 @@ from spes_swarm.base.wording import plural
 
 _MAX_STEPS = 64  # of a window that are kept: they tell a rise by half of the scatter of a step
 _MIN_STEPS = 3  # of a window with a verdict: a single batch of unusual text would decide a shorter one
-_LEVEL_WINDOWS = 8  # that a window is compared with: more would be no more precise, and reach back to a higher loss
+# Numbers of windows that a window is compared with: eight, since more would be hardly more precise, and two, since the
+# loss was higher eight windows ago while it falls fast.
+_LEVELS = (8, 2)
 _MIN_FREEDOM = 12  # degrees of freedom from which the scatter is known well enough: three windows of five steps
 _CREEP_WINDOWS = 10  # on either side when a slow rise is looked for
 # Standard errors that a rise must exceed. Of 13,342 honest windows 0.07 % did (0.16 % exceeded 3, and 0.46 % exceeded
@@ -112,12 +114,15 @@ class LossWatch:
             yield self._compare_slowly()
 
     def _against_level(self) -> Iterator[tuple[bool, str]]:
-        """Yields the comparison with the last few windows, if there is enough to compare."""
+        """Yields the comparisons with the last few windows, if there is enough to compare."""
         freedom = sum(len(window) - 1 for window in self._earlier)
-        newest = islice(reversed(self._earlier), min(self._comparable, _LEVEL_WINDOWS))
-        earlier = [window for window in newest if len(window) >= _MIN_STEPS]
-        if earlier and len(self._window) >= _MIN_STEPS and freedom >= _MIN_FREEDOM:
-            yield self._compare(earlier, sum(map(_squares, self._earlier)) / freedom)
+        if len(self._window) < _MIN_STEPS or freedom < _MIN_FREEDOM:
+            return
+        variance = sum(map(_squares, self._earlier)) / freedom
+        for num_windows in _LEVELS:
+            newest = islice(reversed(self._earlier), min(self._comparable, num_windows))
+            if earlier := [window for window in newest if len(window) >= _MIN_STEPS]:
+                yield self._compare(earlier, variance)
 
     def _compare(self, earlier: list[list[float]], variance: float) -> tuple[bool, str]:
         """Compares each step of the window with the same step of earlier windows; `variance` is that of a step."""
