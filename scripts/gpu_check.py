@@ -18,6 +18,7 @@ A check that fails is reported and the others go on; the exit code is 1 then. Pr
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -99,6 +100,14 @@ def wait_for(device: torch.device) -> None:
     """Waits until the device has done everything."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Frees what earlier checks have left in reference cycles, e.g. copies of layers, and in compiled code."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def seconds_of(action: Callable[[], object], device: torch.device) -> float:
@@ -327,9 +336,12 @@ def measure_steps(device: torch.device, quick: bool) -> Iterator[Row]:
     """Measures the steps, one model at a time."""
     for case in step_cases(quick):
         try:
-            yield measure_step(case, device)
-        except ConfigError as exc:  # the kernel is not there
+            try_kernel(case.kernel, device, "bf16" if device.type == "cuda" else "fp32")
+        except ConfigError as exc:
             yield {"step": case.name, "kernel": case.kernel, "missing": str(exc)}
+            continue
+        free_memory(device)
+        yield measure_step(case, device)
 
 
 CHECKS: dict[str, Callable[[torch.device, bool], Iterable[Row]]] = {
@@ -351,6 +363,7 @@ def carry_out(device: torch.device, options: argparse.Namespace) -> dict[str, Ro
         try:
             if begun - started > LAST_START_S:
                 raise RuntimeError("left out: no time is left")
+            free_memory(device)
             for row in CHECKS[name](device, options.quick):
                 rows.append(row)
                 print("  " + ", ".join(f"{key} {shown(value)}" for key, value in row.items()), flush=True)

@@ -10,7 +10,8 @@ buffers that autograd and optimisers never see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +23,7 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.model.expert_mlp import ExpertWeights, Routing, expert_mlp
 from spes_swarm.model.foreign.frozen_stack import FrozenStack
 from spes_swarm.model.foreign.storage import ForeignStorage
-from spes_swarm.model.kernels import ExpertKernel
+from spes_swarm.model.kernels import ExpertKernel, LoopKernel
 
 # The two stacked parameters of a transformers v5 experts module: (E, 2F, D), gate rows first, and (E, D, F).
 PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -238,3 +239,16 @@ class SparseExperts(nn.Module):
             return
         counts_E = torch.diff(ends_E.to(torch.int64), prepend=ends_E.new_zeros(1, dtype=torch.int64))
         self.routed_tokens += counts_E[self.slot_of_expert]
+
+
+@contextmanager
+def kernel_of_any_dtype(model: nn.Module) -> Iterator[None]:
+    """Computes the experts of a model with the loop inside: some kernels multiply in bf16 only."""
+    before = [(module, module.kernel, module.route) for module in model.modules() if isinstance(module, SparseExperts)]
+    try:
+        for module, *_ in before:
+            module.kernel, module.route = LoopKernel(), Routing.of
+        yield
+    finally:
+        for module, kernel, route in before:
+            module.kernel, module.route = kernel, route

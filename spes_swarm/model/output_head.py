@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from spes_swarm.model.expert_mlp import compute_dtype
+from spes_swarm.model.experts import kernel_of_any_dtype
 
 IGNORED_TARGET = -100
 # Logits in one chunk: 64 MiB in fp32. A GPU needs more rows for each read of the weight.
@@ -36,7 +37,7 @@ def output_head(model: nn.Module) -> nn.Linear | None:
     """Returns the layer whose product with the last hidden states is the model's logits; None if they are not that.
 
     Some architectures scale, cap or shift their logits. This is not a question of names, so it is measured, once for
-    every model: on two tokens, in evaluation mode.
+    every model: on two tokens, in evaluation mode, in fp32 with any kernel, and without compiling anything for it.
     """
     if model not in _heads:
         _heads[model] = _measured_head(model)
@@ -74,7 +75,11 @@ def _measured_head(model: Any) -> nn.Linear | None:
     was_training = model.training
     model.eval()
     try:
-        with torch.autocast(head.weight.device.type, enabled=False):
+        with (
+            torch.autocast(head.weight.device.type, enabled=False),
+            torch.compiler.set_stance("force_eager"),
+            kernel_of_any_dtype(model),
+        ):
             logits_BSV = model(input_ids=ids_BS, use_cache=False).logits
             hidden_BSD = model.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
             same = torch.allclose(head(hidden_BSD), logits_BSV, rtol=1e-4, atol=1e-6)

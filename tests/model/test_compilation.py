@@ -12,6 +12,7 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.compilation import check_compiler, compile_layers
 from spes_swarm.model.losses import LossWeights, language_model_loss
+from spes_swarm.model.output_head import output_head
 from spes_swarm.model.sparse_model import SparseModel, build_model
 
 torch.set_num_threads(1)
@@ -72,6 +73,14 @@ def test_gradients_are_those_of_the_plain_step(model_type: str, checkpointing: s
     for name, gradient in plain.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-6)
     assert tokens == plain_tokens
+
+
+def test_nothing_is_compiled_to_find_the_output_head() -> None:
+    sparse = SparseModel(build_model("olmoe", COMMON | SETTINGS["olmoe"], seed=0, device="cpu"), (1, 4))
+    compile_layers(sparse.module)
+    torch._dynamo.utils.counters.clear()
+    assert output_head(sparse.module) is not None
+    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from spes_swarm.model.expert_mlp import Routing
 from spes_swarm.model.kernel_trial import Layer, LayerShape
 from spes_swarm.model.kernels import Groups, LoopKernel, load_kernel
 from spes_swarm.model.kernels.megablocks import _prebuilt
+from spes_swarm.model.losses import LossWeights, language_model_loss
+from spes_swarm.model.sparse_model import SparseModel, build_model
 from tests.helpers import megablocks_parts
 from tests.helpers.repository import ROOT
 
@@ -157,3 +159,33 @@ def test_on_cuda_it_computes_what_the_loop_does(held: int) -> None:
         pytest.skip(str(exc))
     shape = LayerShape(tokens=512, top_k=2, dim=256, ffn=128, experts=8, held=held)
     assert Layer(shape, torch.device("cuda"), "bf16", leave_out=True).distance(kernel, LoopKernel()) < 2e-2
+
+
+@pytest.mark.cuda
+def test_on_cuda_a_whole_model_trains_with_it() -> None:
+    try:
+        load_kernel("megablocks")
+    except ConfigError as exc:
+        pytest.skip(str(exc))
+    settings = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    losses = []
+    for kernel in ("megablocks", "torch"):
+        sparse = SparseModel(build_model("olmoe", settings, 0, "cuda"), (0, 1), kernel)
+        ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1)).cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            total = language_model_loss(sparse.module, ids, LossWeights(), sparse.held, progress=0.5).total
+        torch.autograd.backward(total)
+        losses.append(total.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)

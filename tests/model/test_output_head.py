@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from spes_swarm.base.errors import ConfigError
 from spes_swarm.model import output_head
+from spes_swarm.model.experts import SparseExperts
+from spes_swarm.model.kernels import LoopKernel
 from spes_swarm.model.output_head import IGNORED_TARGET, linear_loss, linear_nats
-from spes_swarm.model.sparse_model import build_model
+from spes_swarm.model.sparse_model import SparseModel, build_model
 
 torch.set_num_threads(1)
 
@@ -124,6 +127,25 @@ def test_the_head_is_found_where_the_logits_are_its_product(tied: bool) -> None:
     head = output_head.output_head(model)
     assert head is model.get_output_embeddings()
     assert model.training
+
+
+class Bf16Only(LoopKernel):
+    """Multiplies in bf16 only, as megablocks does."""
+
+    def product(self, x_TD: Tensor, w_GFD: Tensor, groups: Any) -> Tensor:
+        if x_TD.dtype != torch.bfloat16:
+            raise ConfigError(f"no products of {x_TD.dtype}")
+        return super().product(x_TD, w_GFD, groups)
+
+
+def test_the_head_is_found_with_a_kernel_for_bf16_only() -> None:
+    sparse = SparseModel(build_model("olmoe", COMMON | {"num_experts": 4}, seed=0, device="cpu"), (0, 2))
+    experts = [module for module in sparse.module.modules() if isinstance(module, SparseExperts)]
+    kernel = Bf16Only()
+    for module in experts:
+        module.kernel = kernel
+    assert output_head.output_head(sparse.module) is getattr(sparse.module, "lm_head")  # noqa: B009
+    assert all(module.kernel is kernel for module in experts)
 
 
 def test_scaled_logits_have_no_such_head() -> None:
