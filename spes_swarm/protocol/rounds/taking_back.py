@@ -1,9 +1,9 @@
 """Taking back a commit that did harm: when a group does so, and what a peer keeps for it.
 
 After each commit a peer compares its training loss with that before (training/health/loss_watch.py), and says in its
-next statement whether it rose. If most trusted members say so, their round is a return: instead of averaging, each of them
-goes back to the reference before the last commit. The return is a round like any other, with a number and a place in
-the lineage, so a peer that misses it is late, and heals in the next round that it takes part in.
+next statement whether it rose. If most trusted members say so, their round is a return: instead of averaging, each of
+them goes back to the reference before the last commit. The return is a round like any other, with a number and a place
+in the lineage, so a peer that misses it is late, and heals in the next round that it takes part in.
 
 A peer's own work of the round that is taken back stays in its live weights, from where it is contributed again. What
 it has learnt since then rests on the harmful commit, and is dropped.
