@@ -132,6 +132,7 @@ PROBLEMS = {
     "crash": "crashes of undisturbed peers",
     "end": "victims that did not end properly",
     "accusation": "honest peers accused of lying or of being slow",
+    "return": "honest rounds taken back",
     "orphan": "orphan processes",
     "socket": "leftover socket directories",
 }

@@ -178,6 +178,8 @@ class ChaosSwarm:
                 if not self._is_cut and peer.commits[event["round"]] > self._healed_at:
                     peer.side = ""
             self.reports.append(Report(peer.name, event["round"], event["digest"], side))
+            if event.get("taken_back") is not None:
+                self._problems.append(Problem("return", f"{peer.name} took back round {event['taken_back']}"))
         self._problems += [Problem("accusation", f"{peer.name}'s {text}") for text in peer.accusations]
         peer.accusations.clear()
         if peer.is_complete:
