@@ -454,6 +454,9 @@ def statement(**changes: Any) -> Statement:
         {"commits": [1]},
         {"marks": b""},
         {"leased": b""},
+        {"loss_rose": 1},
+        {"before": b"\1" * 31},
+        {"before": b"\1" * 33},
     ],
     ids=repr,
 )
