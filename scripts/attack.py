@@ -65,7 +65,7 @@ class Outcome:
     steps: float  # of an honest peer until the end of the attack, on average
     taken_back: int  # rounds that the honest peers have taken back
     named_by: dict[str, int]  # `fault` events of honest peers about the attackers, by kind
-    accused: dict[str, int]  # the same about honest peers, as liars or laggards
+    accused: dict[str, int]  # the same about honest peers, as liars or without duty
     parts_missing: int
 
 

@@ -29,7 +29,7 @@ from spes_swarm.network.link.daemon import listen_again, with_port
 from spes_swarm.peer.barrier import await_training
 from spes_swarm.peer.local_data import held_out_batches
 from spes_swarm.peer.memory.capacity import choose_device
-from spes_swarm.peer.memory.host_memory import place_of_previous, room_for_previous, shared_vectors
+from spes_swarm.peer.memory.host_memory import room_for_previous, shared_vectors
 from spes_swarm.peer.memory.peer_plan import plan_peer
 from spes_swarm.peer.panel import PeerConsole, experts_text, round_line
 from spes_swarm.peer.run_data import PeerData
@@ -202,10 +202,9 @@ class Joining:
                 "install the version that the run uses"
             )
         self._wanted = parse_experts(self._peer.experts, self._layout.num_experts)
-        size, peer, directory = self._layout.num_elements, self._peer, self._context.directory.path
-        self._reference, self._contribution = shared_vectors(size, peer.reference_storage, directory)
-        place = place_of_previous(size, peer.reference_storage, peer.previous_reference)
-        self._previous = room_for_previous(size, place, directory)
+        size, directory = self._layout.num_elements, self._context.directory.path
+        self._reference, self._contribution = shared_vectors(size, self._peer.reference_storage, directory)
+        self._previous = room_for_previous(size, self._fits.previous, directory)
 
     def _fill_reference(self) -> None:
         """Fills the reference from local sources: a checkpoint or initial weights."""

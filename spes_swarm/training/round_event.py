@@ -12,6 +12,7 @@ from spes_swarm.base.errors import NetworkProcessError
 from spes_swarm.metrics import events
 from spes_swarm.port.commands import Commands, Port
 from spes_swarm.storage.metrics_file import Metrics
+from spes_swarm.training.health.held_out import HeldOutLoss
 from spes_swarm.training.setup import TrainingStatus
 
 
@@ -45,9 +46,14 @@ class RoundEvents:
         finally:
             self._stepped_at = time.monotonic()
 
-    def committed(self, event: events.Round) -> None:
+    def committed(self, event: events.Round, held_out: HeldOutLoss | None) -> None:
         """Stores an event at its round's commit; a pending event is written first."""
-        self.write(wait_s=0.0)
+        self.write(wait_s=0.0)  # first: its callback reads the status of that round
+        status = self._status
+        status.round, status.peers = event.round, event.peers
+        status.round_seconds = event.group_seconds + event.exchange_seconds
+        if held_out is not None:
+            status.eval_loss, status.eval_loss_stderr, status.eval_round = held_out.mean, held_out.stderr, event.round
         self._pending = event, self._network.submit(Commands.traffic)
 
     def write_if_known(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import time
 from concurrent.futures import Future
@@ -48,6 +49,7 @@ from spes_swarm.training.saving import CheckpointSaver, restore_weights
 from spes_swarm.training.setup import TrainerSetup
 from spes_swarm.training.throughput import Throughput, peak_flops
 
+_LOGGER = logging.getLogger(__name__)
 _RETRY_S = 2.0  # after a failed round
 _POLL_S = 0.2
 _FIRST_CONTACT_S = 5.0  # how long a peer that leaves before its first commit, and may not know the others, tries
@@ -83,6 +85,8 @@ class Trainer:
             setup.network, setup.model, self._optimiser, setup.metrics, setup.run.ownership.warmup_steps
         )
         self._leaving = False  # the current round is this peer's last
+        self._loss_rose: bool | None = None  # what this peer said about the last commit
+        self._has_returned = False  # the last commit took back another one
         self._tokens_per_step = setup.batch_size * training.sequence_length
         self.round = 0
         self.step = 0
@@ -217,7 +221,7 @@ class Trainer:
                 self._restart_from_reference()  # the others must still learn that it leaves
                 self._begin_round()
             self._await_round(self._round_config.window_s + 2 * self._round_config.stall_timeout_s)
-            if self._rounds_done > before or time.monotonic() + _POLL_S > soon:
+            if self._rounds_done > before or (time.monotonic() + _POLL_S > soon and not self._has_returned):
                 break
             time.sleep(_POLL_S)
         if has_work and self._rounds_done == before:
@@ -245,6 +249,7 @@ class Trainer:
         finite = math.isfinite(self._loss) and math.isfinite(float(norm))
         if not finite:
             self._note_fault("nonfinite", "skipped a step with a NaN or infinite loss or gradient")
+            self._watch.add_bad_step()
             if self._divergence.record_bad_step():
                 self._restart_from_reference()
             self._announce("training")
@@ -299,9 +304,9 @@ class Trainer:
 
     def _due(self) -> bool:
         """Returns True if the swarm has done its inner steps since the last commit, or a peer has called a round."""
-        if time.monotonic() < self._retry_at or self._work.steps == 0:
+        if time.monotonic() < self._retry_at or (self._work.steps == 0 and not self._watch.ruined):
             return False
-        if self._network.called_round > self.round:
+        if self._network.called_round > self.round or self._watch.ruined:
             return True
         self._pace.inner_steps = self._clock.inner_steps_after(self.round)
         due = self._pace.due(self._work.tokens, self._throughput.tokens_per_second)
@@ -318,13 +323,16 @@ class Trainer:
         if not self._live.contribute():
             return False
         self._work.contribute()
+        self._loss_rose, self._has_returned = self._watch.verdict, False
+        if self._loss_rose:
+            _LOGGER.info("this peer is for taking back round %d: %s", self.round, self._watch.reason)
         self._exchange.__enter__()  # type: ignore[no-untyped-call]
         self._pending = self._network.submit(
             Commands.run_round,
             tokens=self._work.tokens,
             routed=tuple(int(self._work.routed_E[expert]) for expert in self._model.held),
             leaving=self._leaving or self._is_last_round(),
-            loss_rose=self._watch.verdict,
+            loss_rose=self._loss_rose,
         )
         return True
 
@@ -378,27 +386,29 @@ class Trainer:
         """Applies the outcome of a committed round to the live weights."""
         setup = self._setup
         started = time.monotonic()
-        previous, self.round = self.round, report.commit.round
-        setup.sampler.follow(report.commit.members)
-        loss_rose, commit = self._watch.verdict, report.commit
-        self._live.follow(commit.changed_blocks, entirely=commit.taken_back is not None and not commit.keeps_work)
+        commit, previous = report.commit, self.round
+        self.round = commit.round
+        setup.sampler.follow(commit.members)
+        self._has_returned = commit.taken_back is not None
+        self._live.follow(commit.changed_blocks, entirely=self._has_returned and not commit.keeps_work)
         train_loss = self._settle_work(commit)
         self._divergence.committed()
         self._change_experts(report)
-        alpha = self._live.merge_if_due(self.round, previous)
-        if commit.taken_back is None:
-            self._watch.committed(judged=not commit.unites)
-        else:
+        alpha = None
+        if self._has_returned:  # the live weights are those of before, with the merges of before
             self._watch.returned()
             setup.say(f"most peers' loss has risen: the swarm has taken back round {commit.taken_back}")
-        self._rounds_done += 1
+        else:
+            alpha = self._live.merge_if_due(self.round, previous)
+            self._watch.committed(judged=not commit.unites)
+            self._rounds_done += 1
         applied = time.monotonic()
         if (held_out := self._evaluate()) is not None:
             self._watch.add_evaluation(held_out.mean, held_out.stderr)
         self._losses = RoundLosses(
             round=self.round,
-            peers=len(report.commit.members),
-            experts_covered=report.commit.experts_covered,
+            peers=len(commit.members),
+            experts_covered=commit.experts_covered,
             swarm_tokens=report.swarm_tokens,
             train_loss=finite_or_none(train_loss),
             eval_loss=finite_or_none(held_out.mean if held_out else None),
@@ -410,16 +420,16 @@ class Trainer:
             exchange_seconds=report.exchange_seconds,
             apply_seconds=applied - started,
             evaluate_seconds=time.monotonic() - applied,
-            parts_total=report.commit.parts_total,
-            parts_missing=report.commit.parts_missing,
+            parts_total=commit.parts_total,
+            parts_missing=commit.parts_missing,
             digest=report.digest,
             experts_held=self._model.held,
             merge_alpha=alpha,
-            loss_rose=loss_rose,
+            loss_rose=self._loss_rose,
             taken_back=commit.taken_back,
             **dataclasses.asdict(self._losses),
         )
-        self._report(event, held_out)
+        self._round_events.committed(event, held_out)
         self._schedule_end.tell_if_reached(self.round, setup.metrics.write, setup.say)
         self._saver.after_round(self.round, self.step)
         if setup.publishing is not None:
@@ -458,19 +468,11 @@ class Trainer:
         )
 
     def _evaluate(self) -> HeldOutLoss | None:
-        if not self._held_out.due(self.round, first=self._rounds_done == 1, last=self._finished()):
+        due = self._held_out.due(self.round, first=self._rounds_done == 1, last=self._finished())
+        if not due or self._has_returned:  # after a return, peers differ by their own work
             return None
         self._setup.status.phase = "evaluating"
         return self._held_out.measure(self._model.module)
-
-    def _report(self, event: events.Round, held_out: HeldOutLoss | None) -> None:
-        # This comes first: it writes the previous event, whose callback reads the status of that round.
-        self._round_events.committed(event)
-        status = self._setup.status
-        status.round, status.peers = event.round, event.peers
-        status.round_seconds = event.group_seconds + event.exchange_seconds
-        if held_out is not None:
-            status.eval_loss, status.eval_loss_stderr, status.eval_round = held_out.mean, held_out.stderr, self.round
 
     def _announce(self, state: Literal["training", "waiting", "leaving"]) -> None:
         status, phase = self._setup.status, state

@@ -253,33 +253,46 @@ def test_the_pace_is_that_of_trusted_members_and_faults_of_others_are_forgotten(
     assert conduct.doubted(4) == {"stranger0"}  # of those that were not in the exchange, nothing is remembered
 
 
-def halves(conduct: Conduct, number: int, group: bytes, reducers: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Those that rest, and those that do not, after a commit with these reducers was taken back."""
-    conduct.note_return(number, set(reducers), group)
-    resting = conduct.resting(number + 1)
-    return resting, {*reducers} - resting
-
-
 def test_half_of_those_that_reduced_in_a_harmful_commit_rest_for_a_while() -> None:
     members = [among(), among(("x",))]  # what else they know makes no difference
-    said = [halves(conduct, 10, b"group", OTHERS) for conduct in members]
-    assert said[0] == said[1]
-    assert len(said[0][0]) == 2
-    assert members[0].resting(25) == said[0][0]
+    for conduct in members:
+        conduct.note_commit(OTHERS)
+        conduct.note_return(10, b"group")
+    resting = members[0].resting(11)
+    assert len(resting) == 2
+    assert members[1].resting(11) == resting
+    assert members[0].resting(25) == resting
     assert not members[0].resting(26)
     assert not members[0].doubted(11)
 
 
-@given(st.integers(2, 9), st.integers(0, 8), st.binary(min_size=1, max_size=4))
-def test_one_liar_among_any_number_of_reducers_rests_soon(number: int, liar: int, salt: bytes) -> None:
-    """It does harm whenever it reduces, and each time a commit is taken back."""
+def test_a_return_does_not_end_a_rest_that_was_earned_otherwise() -> None:
+    conduct = among()
+    for number in range(3):
+        exchange(conduct, number, in_time(), in_time(a=9.0))
+    assert conduct.resting(10) == {"a"}
+    conduct.note_commit("bcd")
+    conduct.note_return(4, b"group")
+    assert "a" in conduct.resting(10)
+    assert len(conduct.resting(10)) == 3
+
+
+@pytest.mark.parametrize(
+    ("number", "liars", "useful"), [(5, 1, 0.6), (10, 1, 0.9), (10, 2, 0.9), (10, 3, 0.75), (20, 4, 0.9)]
+)
+def test_liars_soon_reduce_nothing(number: int, liars: int, useful: float) -> None:
+    """Each commit in which one of them reduces does harm, and is taken back."""
     names = [f"peer{i}" for i in range(number)]
-    hostile, conduct = names[liar % number], among(names)
-    for returns in range(4):
-        reducers = [name for name in names if name not in conduct.resting(2 * returns)]
-        if hostile not in reducers:
-            break
-        assert reducers
-        conduct.note_return(2 * returns, set(reducers), salt + bytes([returns]))
-    # Half rest, then half of the others in their place, and so on: it is among those that rest with every second draw.
-    assert len(conduct.resting(8)) <= (number + 1) // 2
+    for first in range(3):
+        hostile, conduct = {names[(first + i) % number] for i in range(liars)}, among(names)
+        stood, at = 0, 1
+        while at < 600:
+            reducers = {name for name in names if name not in conduct.resting(at)} or {*names}
+            conduct.note_commit(reducers)
+            at += 1
+            if reducers & hostile:
+                conduct.note_return(at, b"group %d" % at)
+                at += 1
+            else:
+                stood += 1
+        assert stood > useful * 600

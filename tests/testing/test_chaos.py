@@ -306,12 +306,13 @@ def test_tables_are_markdown() -> None:
     [
         ("clipped", "it claims too many tokens", True),
         ("norm", "part 3 is longer than stated", True),
-        ("lost", "was too slow; 4 parts averaged without it", True),
+        ("duty", "most members doubt it", True),
+        ("late", "was too slow; 4 parts averaged without it", False),
         ("lost", "is gone; 1 part averaged without it", False),
         ("pull", "could not pull results: connection lost", False),
     ],
 )
-def test_only_what_names_a_liar_or_a_laggard_is_an_accusation(
+def test_only_what_names_a_liar_or_one_without_duty_is_an_accusation(
     tmp_path: Path, kind: str, detail: str, accuses: bool
 ) -> None:
     fault = {"event": "fault", "time": 1.0, "peer_id": "A", "kind": kind, "peer": "B", "detail": detail}

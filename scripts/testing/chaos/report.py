@@ -131,7 +131,7 @@ PROBLEMS = {
     "hang": "hangs",
     "crash": "crashes of undisturbed peers",
     "end": "victims that did not end properly",
-    "accusation": "honest peers accused of lying or of being slow",
+    "accusation": "honest peers accused of lying, or without duty",
     "return": "honest rounds taken back",
     "orphan": "orphan processes",
     "socket": "leftover socket directories",

@@ -14,6 +14,7 @@ from functools import partial
 
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.config.round_clock import RoundClock
+from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.metrics import events
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.round.exchange import Exchange
@@ -51,7 +52,7 @@ class SyncRounds:
         run = self.run_state.run
         self._clock = RoundClock.of(run)
         self._codec = get_codec(run.round.codec)
-        self._reducers: set[str] = set()  # of the last commit
+        self._last_round = ScheduleEnd(run).last_round  # which no other round could follow to complete the work
         self._result_codec = get_codec(run.round.codec_of_results)
         self._bounds = Bounds.of(run.round.clip, run.round.max_update_rms)
         self._make_plan = partial(
@@ -75,7 +76,9 @@ class SyncRounds:
         group = await self.rendezvous.join(statement)
         self.run_state.group = frozenset(member.peer_id for member in group.members)
         grouped = time.monotonic()
-        plan = self._make_plan(group, experts=self._clock.synchronises_experts(group.round))
+        plan = self._make_plan(
+            group, experts=self._clock.synchronises_experts(group.round), may_return=group.round != self._last_round
+        )
         self.listener.notify(events.Group(round=group.round, peers=len(group.members)))
         commit = await self._all_reduce(group, plan)
         experts = self._reassign(group, plan, leaving)
@@ -182,10 +185,11 @@ class SyncRounds:
             standing.exchanged(delivered, owing - {run.identity.peer_id})
             run.roster.committed(delivered, absent | idle)
             books.record_commit(run.tracks)
-            self._reducers = {ids[part.reducer] for part in books.plan.parts}
-        else:  # nobody has contributed
-            run.roster.committed(ids, absent)
-            run.tracks.conduct.note_return(group.round, self._reducers, group.id)
+            run.tracks.conduct.note_commit({ids[part.reducer] for part in books.plan.parts})
+        else:  # nobody has contributed, so nobody becomes a member by it
+            run.roster.committed(list(filter(run.roster.standing.is_member, ids)), absent)
+            run.tracks.reducers_failed(group.round, books.failed_reducers())
+            run.tracks.conduct.note_return(group.round, group.id)
             _LOGGER.info("most members' loss has risen: round %d is taken back", taken_back.round)
         self._note_duties(group, books.plan)
         if (alarm := run.tracks.standstill()) is not None:

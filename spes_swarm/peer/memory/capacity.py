@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -244,7 +245,11 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def smaller_workloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """Yields flags and the workload with them: others' experts in fewer bytes, then moments in another form."""
+    """Yields flags and the workload with them: the previous reference on the disk, others' experts in fewer bytes, then
+    moments in another form.
+    """
+    if workload.previous == "memory":
+        yield as_flags({"previous_reference": "disk"}), replace(workload, previous="disk")
     forms = FORMS[FORMS.index(workload.foreign_experts) :]
     smaller = _SMALLER_STATES.get(workload.device.type, _SMALLER_STATES["cuda"])
     for states in (workload.optimizer_states, *(each for each in smaller if each != workload.optimizer_states)):
@@ -282,6 +287,13 @@ def plan_experts(
     wanted = parse_experts(peer.experts, run.model.num_experts)
     run.training.batch_size_of(peer.batch_size)
     workload = Workload.of(run, peer, device, num_ranks)
+    if peer.previous_reference == "auto":  # in memory only if that costs neither the peer nor an expert
+        elsewhere = replace(workload, previous="disk")
+        experts = experts_that_fit(elsewhere, wanted, run.experts_per_peer, free_on_device)
+        with suppress(CapacityError):
+            if experts_that_fit(workload, wanted, run.experts_per_peer, free_on_device) == experts:
+                return workload, experts
+        return elsewhere, experts
     return workload, experts_that_fit(workload, wanted, run.experts_per_peer, free_on_device)
 
 

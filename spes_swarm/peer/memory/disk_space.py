@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from spes_swarm.base.errors import CapacityError, os_errors_as
@@ -16,26 +17,30 @@ from spes_swarm.storage.checkpoint_writing import OVERHEAD_BYTES
 from spes_swarm.storage.run_directory import RunDirectory
 
 
-def check_disk(work: Workload, experts: int, peer: PeerConfig) -> str:
+def check_disk(work: Workload, experts: int, peer: PeerConfig) -> tuple[Workload, str]:
     """Refuses a disk without space for files that replace memory, and for a first checkpoint.
 
     Others' experts are stored once for each rank. While a checkpoint is written, the earlier ones still exist; as far
     as they agree, they share files, so a disk without space for that many is only worth a warning.
 
     Returns:
-        The warning; empty if there is none.
+        The workload, without a previous reference if there is no space for it and the user does not insist; and the
+        warning, empty if there is none.
 
     Raises:
         CapacityError: it has less space.
     """
     checkpoints = RunDirectory(Path(peer.output_dir)).checkpoints
     files = work.num_ranks * work.foreign_bytes(experts).on_disk
-    vectors = (work.on_disk + (work.previous == "disk")) * 2 * 4 * work.layout.num_elements
+    num_vectors = (2 if work.on_disk else 0) + (2 if work.previous == "disk" else 0)
+    vectors = 4 * num_vectors * work.layout.num_elements
     each = work.checkpoint_bytes(experts) + OVERHEAD_BYTES * (len(reference_files(work.layout)) + 3)
     existing = len(checkpoints_in(checkpoints))
     with os_errors_as(CapacityError, str(peer.output_dir)):
         free = shutil.disk_usage(existing_parent(checkpoints)).free
     needed = files + vectors + (0 if existing else each)
+    if needed > free and work.previous == "disk" and peer.previous_reference == "auto":
+        return check_disk(replace(work, previous="none"), experts, peer)
     if needed > free:
         part = "" if existing else f", {gigabytes(each)} of it for a checkpoint"
         advice = "free some space, or use"
@@ -49,8 +54,8 @@ def check_disk(work: Workload, experts: int, peer: PeerConfig) -> str:
         )
     room = (free - files - vectors) // max(1, each)
     if room >= peer.keep_checkpoints + 1 - existing:
-        return ""
-    return (
+        return work, ""
+    return work, (
         f"the disk of {peer.output_dir} has space for {plural(room, 'more checkpoint')} of up to {gigabytes(each)}; "
         f"{peer.keep_checkpoints} are kept while another one is written: free some space"
     )

@@ -34,6 +34,7 @@ class PeerPlan:
     experts: int  # to train
     micro_batch_size: int  # sequences
     note: str = ""  # about the disk, for the user
+    previous: str  # where the previous reference goes: "memory", "disk" or "none"
 
 
 def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks: int = 1) -> PeerPlan:
@@ -49,13 +50,13 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
     """
     Placement(rank=0, world_size=num_ranks).check_batch(run.training.batch_size_of(peer.batch_size))
     work, experts = plan_experts(run, peer, device, num_ranks)
-    note = check_disk(work, experts, peer)
+    work, note = check_disk(work, experts, peer)
     batch_size = run.training.batch_size_of(peer.batch_size) // num_ranks
     most = min(batch_size, StepSettings.of(peer, device).micro_batch_size or batch_size)
     free = free_bytes(device) if device.type == "cuda" else free_host_bytes()
     sharing = num_ranks if device.type == "cpu" else 1  # ranks whose activations are in the same memory
     if _is_negligible(run, sharing * most, free):
-        return PeerPlan(experts=experts, micro_batch_size=most, note=note)
+        return PeerPlan(experts=experts, micro_batch_size=most, note=note, previous=work.previous)
     run = replace(run, training=replace(run.training, batch_size=batch_size))
     estimate = StepEstimate(run, step_shape(peer, device, experts), work.layout)
     smallest = experts if peer.experts != "auto" else 1
@@ -73,7 +74,7 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
                 "with a smaller model or shorter sequences",
             )
         )
-    return PeerPlan(experts=experts, micro_batch_size=max(1, size), note=note)
+    return PeerPlan(experts=experts, micro_batch_size=max(1, size), note=note, previous=work.previous)
 
 
 def _static(work: Workload, experts: int) -> int:

@@ -105,19 +105,21 @@ class Leases:
 def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> dict[str, tuple[int, ...]]:
     """What each member that stays holds after a commit: a pure function of the group, the same on every member."""
     statements = {member.peer_id: member.statement for member in group.members}
+    returns = plan.taken_back is not None  # nobody's work is in it, so who is leaving needs another round
     # Most members see the same leases: each distinct bitmap is unpacked once.
     views = {data: members_of(data, num_experts) for data in {s.leased for s in statements.values()}}
     reserved = reserved_experts(
         {expert for statement in statements.values() for expert in statement.held},
         [views[statement.leased] for statement in statements.values()],
     )
-    # A block without a plan has the same version everywhere: if a member states another one, the block has a plan.
+    # A block without a plan has the same version everywhere: if a member states another one, the block has a plan. Only
+    # in a return it may not; but then no expert changes hands.
     versions = list(group.members[0].statement.versions[1:])
     for index, block_plan in plan.blocks.items():
         if index > 0:
             versions[index - 1] = block_plan.new_version(plan.round)
     return reassign(
-        {peer: Holding(tuple(s.held), s.room, s.fixed) for peer, s in statements.items() if not s.leaving},
+        {peer: Holding(tuple(s.held), s.room, s.fixed) for peer, s in statements.items() if returns or not s.leaving},
         num_experts,
         round_number=group.round,
         trained_in=versions,

@@ -11,8 +11,9 @@ arrives, and nothing else follows. Doubts are another matter. A member is doubte
 or results that never came, results or contributions outside their bounds, and rounds that it led and did not close.
 They are one peer's opinion, and have an effect only where most agree; see vouchers.py.
 
-If a commit is taken back (see taking_back.py), nothing shows which of its reducers did harm, if any. Half of them,
-drawn by hash, rest. If another commit is taken back meanwhile, it was not they: half of the others rest in their place.
+If a commit is taken back (see taking_back.py), nothing shows which of its reducers did harm, if any. Half of them rest:
+those in most such commits since the last one with their results that stood, and among these a draw by hash. The rest
+doubles with every such commit. So liars soon reduce nothing, though nobody knows who they are.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ _REMEMBERED = 8  # exchanges, or rounds
 # Of these: how often a member may be late, a reducer may wait for somebody, its results may be late, a peer may fail.
 _TOLERATED_LATE, _TOLERATED_WAITS, _TOLERATED_RESULTS, _TOLERATED_FAULTS = 1, 2, 2, 2
 _REST_ROUNDS = 2 * _REMEMBERED  # in which a peer reduces nothing whose results were late too often
+_MAX_DOUBLINGS = 6  # of the rest after commits that were taken back: to a thousand rounds
 # Leading is a duty of one round in as many as there are members, and a leader that fails costs a whole window.
 _LEADER_REMEMBERED, _TOLERATED_STALLS = 64, 1
 _MAX_PEERS = 4096  # remembered; those met least recently are forgotten first
@@ -57,6 +59,7 @@ class _Record:
     failed: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=_TOLERATED_FAULTS + 1))
     stalled: deque[int] = field(default_factory=lambda: deque(maxlen=_TOLERATED_STALLS + 1))
     rests_until: int = 0  # it reduces nothing before this round
+    taken_back: int = 0  # commits with its results that were taken back, since the last one that stood
 
 
 def limit_s(usual_s: float, slack_s: float) -> float:
@@ -80,7 +83,7 @@ class Conduct:
         self._peers: OrderedDict[str, _Record] = OrderedDict()
         self._others: frozenset[str] = frozenset()  # the other members of the exchange under way
         self._faults: dict[str, str] = {}  # their faults in it
-        self._set_aside: set[str] = set()  # those that rest because of a commit that was taken back
+        self._reducers: frozenset[str] = frozenset()  # of the last commit
         self._waits: deque[bool] = deque(maxlen=_REMEMBERED)  # whether this peer waited for a late member
         # By the order of magnitude of what a member sends: without experts, a round is short.
         self._paces: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_PACES))
@@ -103,14 +106,22 @@ class Conduct:
         if round_number not in stalled:
             stalled.append(round_number)
 
-    def note_return(self, round_number: int, reducers: Collection[str], group_id: bytes) -> None:
-        """Notes that a round has taken back a commit, in which these peers reduced."""
-        for peer_id in self._set_aside:
-            self._of(peer_id).rests_until = 0
-        ranked = sorted(reducers, key=lambda peer_id: blake3(group_id + peer_id.encode()).digest())
-        self._set_aside = set(ranked[: (len(ranked) + 1) // 2])
-        for peer_id in self._set_aside:
-            self._of(peer_id).rests_until = round_number + _REST_ROUNDS
+    def note_commit(self, reducers: Iterable[str]) -> None:
+        """Notes a commit with its reducers; the one before it was not taken back."""
+        for peer_id in self._reducers:
+            self._of(peer_id).taken_back = 0
+        self._reducers = frozenset(reducers)
+
+    def note_return(self, round_number: int, group_id: bytes) -> None:
+        """Notes that a round has taken back the last commit."""
+        reducers, self._reducers = self._reducers, frozenset()
+        for peer_id in reducers:
+            self._of(peer_id).taken_back += 1
+        drawn = {peer_id: blake3(group_id + peer_id.encode()).digest() for peer_id in reducers}
+        ranked = sorted(reducers, key=lambda peer_id: (-self._of(peer_id).taken_back, drawn[peer_id]))
+        for record in map(self._of, ranked[: (len(ranked) + 1) // 2]):
+            rest = _REST_ROUNDS << min(record.taken_back - 1, _MAX_DOUBLINGS)
+            record.rests_until = max(record.rests_until, round_number + rest)
 
     def begin(self, others: Iterable[str]) -> None:
         """Notes that an exchange with these other members begins."""

@@ -172,8 +172,9 @@ class Plan:
 
     @property
     def unites(self) -> bool:
-        """True if members contribute full values: they have trained apart from the others."""
-        return any(c.form is Form.FULL for block in self.blocks.values() for c in block.contributions)
+        """True if at least a quarter of the trusted members contribute full values: they have trained apart."""
+        apart = {c.member for block in self.blocks.values() for c in block.contributions if c.form is Form.FULL}
+        return 4 * len(apart & self.trusted) >= max(len(self.trusted), 1)
 
     @cached_property
     def sent_elements(self) -> Counter[int]:
@@ -207,6 +208,7 @@ def make_plan(
     clip: float = 0.0,
     warmup_rounds: int = 0,
     experts: bool = True,
+    may_return: bool = True,
 ) -> Plan:
     """Derives the plan from the members' statements.
 
@@ -218,13 +220,14 @@ def make_plan(
         warmup_rounds: rounds in which the learning rate rises, so differences grow with the square of the steps.
         experts: whether all experts take part. Otherwise only those do whose work would be lost: that a member holds
             that is leaving or has another base. The other holders of such an expert contribute, too.
+        may_return: whether it may take back the last commit.
     """
     members = group.members
     lineages = [member.statement.lineage for member in members]
     bounds = _Bounds(members, clip, growth=2 if group.round <= warmup_rounds else 1)
     deferred: set[int] = set()
     reducers = _Reducers(members)
-    taken_back = choose_return(members, reducers.trusted)
+    taken_back = choose_return(members, reducers.trusted) if may_return else None
     if taken_back is None:
         block_plans = [
             _plan_block(members, lineages, block.index, bounds, None if experts or block.expert is None else deferred)
@@ -232,6 +235,7 @@ def make_plan(
         ]
     else:
         block_plans = [_plan_return(members, block.index, taken_back) for block in layout.blocks]
+        deferred = set(range(layout.num_experts))
     planned = [block_plan for block_plan in block_plans if block_plan is not None]
     parts = _cut(planned, layout, reducers, max_part_elements)
     with_parts = {part.block for part in parts}

@@ -16,11 +16,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import median_low
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.protocol.consensus.reference import Reference, whole_digest
-from spes_swarm.protocol.rounds.statement import Member
+from spes_swarm.protocol.rounds.statement import Member, Statement
 
 _MIN_VOTES = 2  # of two members neither can tell the group that the other one did harm
 
@@ -36,27 +35,30 @@ class Return:
 
 
 def choose_return(members: Sequence[Member], trusted: Collection[int]) -> Return | None:
-    """The commit that the round of these members takes back; None if more than half of the trusted do not want it."""
-    votes: Counter[tuple[tuple[int, bytes], bytes]] = Counter()
+    """The commit that the round of these members takes back; None if more than half of the trusted do not want it.
+
+    Votes count together only if they come from the same reference. So a reducer cannot win the vote of a member whom
+    alone it sent harmful results.
+    """
+    votes: Counter[tuple[int, bytes, bytes, tuple[int, ...], bytes]] = Counter()
     for i in trusted:
         statement = members[i].statement
         if statement.loss_rose and statement.before:
-            votes[statement.lineage.head, statement.before] += 1
+            votes[*statement.lineage.head, statement.before, tuple(statement.versions), _digest(statement)] += 1
     if not votes:
         return None
     chosen = max(votes, key=lambda vote: (votes[vote], vote))
     if votes[chosen] < _MIN_VOTES or 2 * votes[chosen] <= len(trusted):
         return None
-    (commit, _), before = chosen
-    with_it = [m.statement for m in members if (m.statement.lineage.head, m.statement.before) == chosen]
-    versions = [median_low(of_block) for of_block in zip(*(s.versions for s in with_it), strict=True)]
-    keepers = {
-        i
-        for i, member in enumerate(members)
-        if before in (member.statement.before, whole_digest(member.statement.versions, member.statement.digests))
-    }
+    commit, _, before, versions, _ = chosen
     blocks = {block for block, version in enumerate(versions) if version == commit}
+    keepers = {i for i, member in enumerate(members) if before in (member.statement.before, _digest(member.statement))}
     return Return(commit, before, frozenset(blocks), frozenset(keepers))
+
+
+def _digest(statement: Statement) -> bytes:
+    """Digest of a member's whole reference."""
+    return whole_digest(statement.versions, statement.digests)
 
 
 class Previous:

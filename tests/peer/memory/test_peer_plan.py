@@ -46,6 +46,11 @@ QWEN_SETTINGS = {
 }
 
 
+def sizes(found: PeerPlan) -> tuple[int, int]:
+    """Experts, and sequences at a time."""
+    return found.experts, found.micro_batch_size
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _each_step_is_taken_once() -> Iterator[None]:
     """Caches steps: each takes most of a second, and these tests need the same few many times."""
@@ -63,21 +68,37 @@ def _each_step_is_taken_once() -> Iterator[None]:
 
 
 def test_files_that_do_not_fit_on_the_disk_are_refused_before_they_are_created(tmp_path: Path) -> None:
-    """Three experts of four layers in fp32, for each rank, and two vectors for each of two references."""
+    """Three experts of four layers in fp32, for each rank, and reference and contribution."""
     peer = PeerConfig(experts="1", foreign_storage="disk", reference_storage="disk", output_dir=str(tmp_path))
     weights = layout(FOUR_LAYERS)
     trained = weights.blocks[0].size + weights.expert_block(0).size
     files = len(weights.blocks) + 3  # and headers
     checkpoint = 4 * weights.num_elements + 8 * trained + 8192 * files  # AdamW has two moments
-    needed = 2 * 4 * 3 * weights.expert_block(0).size + 16 * weights.num_elements + checkpoint
+    needed = 2 * 4 * 3 * weights.expert_block(0).size + 8 * weights.num_elements + checkpoint
     with pytest.MonkeyPatch.context() as patch:
         for left in (needed, needed - 1):
             patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=left))  # noqa: B023  # called at once
             if left == needed:
-                plan_peer(FOUR_LAYERS, peer, CPU, num_ranks=2)
+                assert plan_peer(FOUR_LAYERS, peer, CPU, num_ranks=2).previous == "none"  # there is no space for it
                 continue
             with pytest.raises(CapacityError, match=r" MB are needed on its disk, .* but only .*; use --foreign-st"):
                 plan_peer(FOUR_LAYERS, peer, CPU, num_ranks=2)
+
+
+def test_the_previous_reference_costs_no_peer_and_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = PeerConfig(experts="auto", output_dir=str(tmp_path))
+    work = Workload.of(FOUR_LAYERS, replace(peer, previous_reference="none"), CPU)
+    most = FOUR_LAYERS.experts_per_peer
+    for previous, place in (("auto", "disk"), ("disk", "disk"), ("none", "none")):
+        with_free(monkeypatch, int(1.3 * work.needed(most)[1]))
+        workload, experts = capacity.plan_experts(FOUR_LAYERS, replace(peer, previous_reference=previous), CPU)
+        assert (workload.previous, experts) == (place, most)
+    with_free(monkeypatch, 10**12)
+    assert plan_peer(FOUR_LAYERS, peer, CPU).previous == "memory"
+    insisting = replace(peer, experts=str(most), previous_reference="memory")
+    with_free(monkeypatch, int(1.05 * work.needed(most)[1]))
+    with pytest.raises(CapacityError, match=rf"--experts {most} --previous-reference disk would fit"):
+        capacity.plan_experts(FOUR_LAYERS, insisting, CPU)
 
 
 def test_a_disk_with_space_for_few_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +174,7 @@ def needed(device: torch.device, peer: PeerConfig, sequences: int) -> tuple[int,
 def test_as_many_sequences_as_fit(monkeypatch: pytest.MonkeyPatch, device: torch.device, share: float) -> None:
     peer = PeerConfig(experts="1")
     with_free(monkeypatch, int(1.01 * needed(device, peer, 4)[1] / share))
-    assert plan_peer(FOUR_LAYERS, peer, device) == PeerPlan(experts=1, micro_batch_size=4)
+    assert sizes(plan_peer(FOUR_LAYERS, peer, device)) == (1, 4)
     assert plan_peer(FOUR_LAYERS, replace(peer, micro_batch_size="3"), device).micro_batch_size == 3
     with_free(monkeypatch, int(1.01 * needed(device, peer, 2)[1] / share))
     assert plan_peer(FOUR_LAYERS, peer, device).micro_batch_size == 2
@@ -188,10 +209,10 @@ def test_automatic_experts_make_room_for_activations(monkeypatch: pytest.MonkeyP
     work = Workload.of(run, PeerConfig(), CUDA)
     two = StepShape(num_held=4, foreign_experts="bf16", precision="bf16", activation_checkpointing="none", on_gpu=True)
     with_free(monkeypatch, work.needed(2)[0] + step_memory.step_memory(run, two, 1).temporary + 1000)
-    assert plan_peer(run, PeerConfig(), CUDA) == PeerPlan(experts=2, micro_batch_size=1)
+    assert sizes(plan_peer(run, PeerConfig(), CUDA)) == (2, 1)
 
 
 def test_a_small_model_takes_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepEstimate, "temporary", lambda *_: pytest.fail("a step was estimated"))
     with_free(monkeypatch, 10**12)
-    assert plan_peer(FOUR_LAYERS, PeerConfig(experts="1"), CPU) == PeerPlan(experts=1, micro_batch_size=8)
+    assert sizes(plan_peer(FOUR_LAYERS, PeerConfig(experts="1"), CPU)) == (1, 8)
