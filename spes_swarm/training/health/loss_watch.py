@@ -3,7 +3,8 @@
 The steps after a commit form a window. It is compared step by step with the windows of the commits before it, first
 step with first step, because the loss drifts between two commits, and each commit undoes that: it falls where peers
 have text of their own, and rises at a high learning rate, whose noise the average removes. A window of few steps says
-little about their scatter, so it is pooled over all windows that are kept.
+little about their scatter, so it is pooled over all windows that are kept. Steps of one window may share a level, since
+their text is from one file, say. So the scatter of whole windows is estimated too, and the larger error counts.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from statistics import fmean, median
 
 from spes_swarm.base.wording import plural
 
-_MAX_STEPS = 64  # of a window that are kept: they tell a rise by half of the scatter of a step
+_MAX_STEPS = 64  # of a window that are kept: they detect a rise by half of the scatter of a step
 _MIN_STEPS = 3  # of a window with a verdict: a single batch of unusual text would decide a shorter one
 # Numbers of windows that a window is compared with: eight, since more would be hardly more precise, and two, since the
 # loss was higher eight windows ago while it falls fast.
 _LEVELS = (8, 2)
 _MIN_FREEDOM = 12  # degrees of freedom from which the scatter is known well enough: three windows of five steps
+# Windows whose scatter is estimated, at least. From eight on, the largest difference of two successive ones is dropped:
+# it may be a harm of before, and must not hide the next one.
+_MIN_LEVELS, _MIN_TRIMMED_LEVELS = 4, 8
 _CREEP_WINDOWS = 10  # on either side when a slow rise is looked for
-# Standard errors that a rise must exceed. Of 13,342 honest windows 0.07 % did (0.16 % exceeded 3, and 0.46 % exceeded
+# Standard errors that a rise must exceed. Of 13,702 honest windows 0.07 % did (0.18 % exceeded 3, and 0.66 % exceeded
 # 2.5), those of two peers never at once: scripts/bench_verdicts.py.
 _CHANCE = 3.5
 _EVALUATION_CHANCE = 4.0  # all peers measure the same text, so that their errors agree
@@ -88,7 +92,7 @@ class LossWatch:
 
     @property
     def verdict(self) -> bool | None:
-        """True: the loss has risen since the last commit, beyond chance. None: it cannot be told (yet)."""
+        """True: the loss has risen beyond chance since the last commit. None: unknown (yet)."""
         found = [risen for risen, _ in self._findings()]
         return any(found) if found else None
 
@@ -119,19 +123,30 @@ class LossWatch:
         if len(self._window) < _MIN_STEPS or freedom < _MIN_FREEDOM:
             return
         variance = sum(map(_squares, self._earlier)) / freedom
+        newest = list(islice(reversed(self._earlier), self._comparable))
+        level_variance = _level_variance(
+            [fmean(window[: len(self._window)]) for window in newest if len(window) >= _MIN_STEPS]
+        )
         for num_windows in _LEVELS:
-            newest = islice(reversed(self._earlier), min(self._comparable, num_windows))
-            if earlier := [window for window in newest if len(window) >= _MIN_STEPS]:
-                yield self._compare(earlier, variance)
+            if earlier := [window for window in newest[:num_windows] if len(window) >= _MIN_STEPS]:
+                yield self._compare(earlier, variance, level_variance)
 
-    def _compare(self, earlier: list[list[float]], variance: float) -> tuple[bool, str]:
-        """Compares each step of the window with the same step of earlier windows; `variance` is that of a step."""
+    def _compare(self, earlier: list[list[float]], variance: float, level_variance: float) -> tuple[bool, str]:
+        """Compares each step of the window with the same step of earlier windows.
+
+        `variance` is that of a step, and `level_variance` that of the mean of a window.
+        """
         # Per step: how many earlier windows have it, which is its weight.
         weights = [sum(len(window) > step for window in earlier) for step in range(len(self._window))]
         total = sum(weights)
         before = math.fsum(loss for window in earlier for loss in window[: len(self._window)]) / total
         now = math.fsum(w * loss for w, loss in zip(weights, self._window, strict=True)) / total
-        error = math.sqrt(variance * (sum(w * w for w in weights) / total**2 + 1 / total))
+        error = math.sqrt(
+            max(
+                variance * (sum(w * w for w in weights) / total**2 + 1 / total),  # if the steps are independent
+                level_variance * (1 + 1 / len(earlier)),
+            )
+        )
         what = f"the loss of {plural(len(self._window), 'step')}, against {plural(len(earlier), 'commit')} before,"
         return _finding(what, now - before, before, error, _CHANCE)
 
@@ -143,6 +158,15 @@ class LossWatch:
         error = _MEDIAN_ERROR * math.sqrt(variance)
         what = f"the median loss of {_CREEP_WINDOWS} rounds, against that of the {_CREEP_WINDOWS} before,"
         return _finding(what, median(new) - median(old), median(old), error, _CHANCE)
+
+
+def _level_variance(means: list[float]) -> float:
+    """Returns the variance of means of successive windows, whatever their trend; 0 if there are too few."""
+    if len(means) < _MIN_LEVELS:
+        return 0.0
+    # The difference of two independent means has twice the variance of one.
+    squares = sorted((after - before) ** 2 / 2 for before, after in pairwise(means))
+    return fmean(squares[:-1] if len(means) >= _MIN_TRIMMED_LEVELS else squares)
 
 
 def _squares(losses: list[float]) -> float:
