@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -100,6 +101,60 @@ def test_one_harm_of_before_does_not_hide_the_next() -> None:
     assert verdict_of(watch) is False
     losses.rounds(watch, 1, 10, LEVEL + 1.3)
     assert verdict_of(watch) is True
+
+
+def bad_steps(watch: LossWatch, count: int) -> None:
+    """Adds steps whose loss is NaN."""
+    for _ in range(count):
+        watch.add_bad_step()
+
+
+def test_three_steps_with_nan_losses_are_a_verdict() -> None:
+    losses = Losses(0)
+    watch = healthy(losses, 10)
+    bad_steps(watch, 2)
+    losses.steps(watch, 10)
+    assert verdict_of(watch) is False
+    bad_steps(watch, 1)
+    assert verdict_of(watch) is True
+    assert watch.ruined
+    assert "NaN" in watch.reason
+    losses.steps(watch, 10, LEVEL - 1)
+    assert verdict_of(watch) is True
+
+
+@pytest.mark.parametrize("next_round", [LossWatch.committed, LossWatch.returned])
+def test_a_restart_keeps_the_verdict_on_nan_losses_until_the_next_round(
+    next_round: Callable[[LossWatch], None],
+) -> None:
+    losses = Losses(0)
+    watch = healthy(losses, 10)
+    bad_steps(watch, 5)
+    watch.restart()
+    assert verdict_of(watch) is True
+    losses.steps(watch, 10)
+    watch.restart()
+    assert watch.ruined
+    assert "NaN" in watch.reason
+    next_round(watch)
+    assert verdict_of(watch) is None
+    assert not watch.ruined
+
+
+def test_nan_losses_blame_no_commit_that_is_not_judged_or_has_nothing_before_it() -> None:
+    losses, watch = Losses(0), LossWatch()
+    bad_steps(watch, 5)
+    assert verdict_of(watch) is None
+    watch.committed()
+    bad_steps(watch, 5)  # as before
+    assert verdict_of(watch) is None
+    begins: list[Callable[[], None]] = [partial(watch.committed, judged=False), watch.returned, watch.restart]
+    for begin in begins:
+        losses.rounds(watch, 8, 10)
+        begin()
+        bad_steps(watch, 5)
+        assert verdict_of(watch) is None
+        assert not watch.ruined
 
 
 def test_a_loss_that_never_changes_has_not_risen() -> None:
@@ -305,19 +360,26 @@ def test_its_memory_is_bounded() -> None:
 
 
 @settings(max_examples=200)
-@given(st.lists(st.sampled_from(["committed", "unjudged", "returned", "restart", "step", "step", "step", "evaluate"])))
+@given(
+    st.lists(
+        st.sampled_from(["committed", "unjudged", "returned", "restart", "step", "step", "step", "evaluate", "bad"])
+    )
+)
 def test_no_order_of_calls_makes_it_fail_and_only_a_judged_commit_has_a_verdict(calls: list[str]) -> None:
     watch, judged = LossWatch(), False
     for number, call in enumerate(calls):
         match call:
             case "step":
                 watch.add_step(2.0 + number % 3)
+            case "bad":
+                watch.add_bad_step()
             case "evaluate":
                 watch.add_evaluation(2.0 + number % 5, 0.1)
             case "unjudged":
                 watch.committed(judged=False)
             case _:
                 getattr(watch, call)()
-        judged = judged if call in ("step", "evaluate") else call == "committed"
-        assert verdict_of(watch) is None or judged
+        judged = judged if call in ("step", "evaluate", "bad") else call == "committed"
+        assert verdict_of(watch) is None or judged or watch.ruined
+        assert verdict_of(watch) is True or not watch.ruined
         assert watch.reason

@@ -5,6 +5,8 @@ step with first step, because the loss drifts between two commits, and each comm
 have text of their own, and rises at a high learning rate, whose noise the average removes. A window of few steps says
 little about their scatter, so it is pooled over all windows that are kept. Steps of one window may share a level, since
 their text is from one file, say. So the scatter of whole windows is estimated too, and the larger error counts.
+
+A commit that makes losses NaN leaves little to compare: a few such steps are a verdict of their own.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ _MIN_FREEDOM = 12  # degrees of freedom from which the scatter is known well eno
 # Windows whose scatter is estimated, at least. From eight on, the largest difference of two successive ones is dropped:
 # it may be a harm of before, and must not hide the next one.
 _MIN_LEVELS, _MIN_TRIMMED_LEVELS = 4, 8
+_BAD_STEPS = 3  # of a window with NaN or infinite values that blame the commit; mixed precision skips single ones
 _CREEP_WINDOWS = 10  # on either side when a slow rise is looked for
 # Standard errors that a rise must exceed. Of 13,702 honest windows 0.07 % did (0.18 % exceeded 3, and 0.66 % exceeded
 # 2.5), those of two peers never at once: scripts/bench_verdicts.py.
@@ -45,21 +48,31 @@ class LossWatch:
         self._comparable = self._creep_comparable = 0
         self._judged = False  # the last commit
         self._after_return = False
+        self._num_bad_steps = 0
+        self._ruined = False
         # Mean and standard error right after the last commit and right after the one before it.
         self._evaluation: tuple[float, float | None] | None = None
         self._evaluation_before: tuple[float, float | None] | None = None
 
     def restart(self) -> None:
-        """Forgets everything: the live weights were replaced."""
+        """Forgets everything, except that the last commit is `ruined`: the live weights were replaced."""
         self._earlier.clear()
         self._comparable = self._creep_comparable = 0
         self._evaluation = None
+        ruined = self._ruined
         self._begin(judged=False)
+        self._ruined = ruined
 
     def add_step(self, loss: float) -> None:
         """Notes the finite loss of a finished local step, in nats per target."""
         if len(self._window) < _MAX_STEPS:
             self._window.append(loss)
+
+    def add_bad_step(self) -> None:
+        """Notes a step whose loss or gradient is NaN or infinite."""
+        self._num_bad_steps += 1
+        if self._judged and self._comparable and self._num_bad_steps >= _BAD_STEPS:
+            self._ruined = True
 
     def add_evaluation(self, mean: float, stderr: float | None) -> None:
         """Notes the loss on held-out text right after the last commit, in nats per target."""
@@ -88,24 +101,35 @@ class LossWatch:
 
     def _begin(self, *, judged: bool, after_return: bool = False) -> None:
         self._window, self._judged, self._after_return = [], judged, after_return
+        self._num_bad_steps, self._ruined = 0, False
         self._evaluation_before, self._evaluation = self._evaluation, None
 
     @property
+    def ruined(self) -> bool:
+        """True if several losses or gradients since the last commit were NaN or infinite, so that `verdict` is True.
+
+        Stays True over a `restart`. No further step changes this verdict.
+        """
+        return self._ruined
+
+    @property
     def verdict(self) -> bool | None:
-        """True: the loss has risen beyond chance since the last commit. None: unknown (yet)."""
+        """True: the loss has risen beyond chance since the last commit, or is NaN. None: unknown (yet)."""
         found = [risen for risen, _ in self._findings()]
         return any(found) if found else None
 
     @property
     def reason(self) -> str:
         """One line with the figures behind the verdict."""
-        if not self._judged:
+        if not self._judged and not self._ruined:
             return "the last commit is not judged"
         found = sorted(self._findings(), key=lambda finding: not finding[0])
         return found[0][1] if found else f"cannot tell from {plural(len(self._window), 'step')} after the last commit"
 
     def _findings(self) -> Iterator[tuple[bool, str]]:
         """Yields (risen, why) for each comparison that can be made."""
+        if self._ruined:
+            yield True, f"{_BAD_STEPS} steps or more after the last commit had a NaN or infinite loss or gradient"
         if not self._judged:
             return
         if self._evaluation is not None and self._evaluation_before is not None:
