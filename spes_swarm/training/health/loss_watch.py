@@ -3,7 +3,10 @@
 The steps after a commit form a window. It is compared step by step with the windows of the commits before it, first
 step with first step, because the loss drifts between two commits, and each commit undoes that: it falls where peers
 have text of their own, and rises at a high learning rate, whose noise the average removes. A window of few steps says
-little about their scatter, so it is pooled over all windows that are kept.
+little about their scatter, so it is pooled over all windows that are kept. Steps of one window may share a level, since
+their text is from one file, say. So the scatter of whole windows is estimated too, and the larger error counts.
+
+A commit that makes losses NaN leaves little to compare: a few such steps are a verdict of their own.
 """
 
 from __future__ import annotations
@@ -11,19 +14,23 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from statistics import fmean, median
 
 from spes_swarm.base.wording import plural
 
-_MAX_STEPS = 64  # of a window that are kept: they tell a rise by half of the scatter of a step
+_MAX_STEPS = 64  # of a window that are kept: they detect a rise by half of the scatter of a step
 _MIN_STEPS = 3  # of a window with a verdict: a single batch of unusual text would decide a shorter one
 # Numbers of windows that a window is compared with: eight, since more would be hardly more precise, and two, since the
 # loss was higher eight windows ago while it falls fast.
 _LEVELS = (8, 2)
 _MIN_FREEDOM = 12  # degrees of freedom from which the scatter is known well enough: three windows of five steps
+# Windows whose scatter is estimated, at least. From eight on, the largest difference of two successive ones is dropped:
+# it may be a harm of before, and must not hide the next one.
+_MIN_LEVELS, _MIN_TRIMMED_LEVELS = 4, 8
+_BAD_STEPS = 3  # of a window with NaN or infinite values that blame the commit; mixed precision skips single ones
 _CREEP_WINDOWS = 10  # on either side when a slow rise is looked for
-# Standard errors that a rise must exceed. Of 13,342 honest windows 0.07 % did (0.16 % exceeded 3, and 0.46 % exceeded
+# Standard errors that a rise must exceed. Of 13,702 honest windows 0.07 % did (0.18 % exceeded 3, and 0.66 % exceeded
 # 2.5), those of two peers never at once: scripts/bench_verdicts.py.
 _CHANCE = 3.5
 _EVALUATION_CHANCE = 4.0  # all peers measure the same text, so that their errors agree
@@ -41,21 +48,31 @@ class LossWatch:
         self._comparable = self._creep_comparable = 0
         self._judged = False  # the last commit
         self._after_return = False
+        self._num_bad_steps = 0
+        self._ruined = False
         # Mean and standard error right after the last commit and right after the one before it.
         self._evaluation: tuple[float, float | None] | None = None
         self._evaluation_before: tuple[float, float | None] | None = None
 
     def restart(self) -> None:
-        """Forgets everything: the live weights were replaced."""
+        """Forgets everything, except that the last commit is `ruined`: the live weights were replaced."""
         self._earlier.clear()
         self._comparable = self._creep_comparable = 0
         self._evaluation = None
+        ruined = self._ruined
         self._begin(judged=False)
+        self._ruined = ruined
 
     def add_step(self, loss: float) -> None:
         """Notes the finite loss of a finished local step, in nats per target."""
         if len(self._window) < _MAX_STEPS:
             self._window.append(loss)
+
+    def add_bad_step(self) -> None:
+        """Notes a step whose loss or gradient is NaN or infinite."""
+        self._num_bad_steps += 1
+        if self._judged and self._comparable and self._num_bad_steps >= _BAD_STEPS:
+            self._ruined = True
 
     def add_evaluation(self, mean: float, stderr: float | None) -> None:
         """Notes the loss on held-out text right after the last commit, in nats per target."""
@@ -84,24 +101,35 @@ class LossWatch:
 
     def _begin(self, *, judged: bool, after_return: bool = False) -> None:
         self._window, self._judged, self._after_return = [], judged, after_return
+        self._num_bad_steps, self._ruined = 0, False
         self._evaluation_before, self._evaluation = self._evaluation, None
 
     @property
+    def ruined(self) -> bool:
+        """True if several losses or gradients since the last commit were NaN or infinite, so that `verdict` is True.
+
+        Stays True over a `restart`. No further step changes this verdict.
+        """
+        return self._ruined
+
+    @property
     def verdict(self) -> bool | None:
-        """True: the loss has risen since the last commit, beyond chance. None: it cannot be told (yet)."""
+        """True: the loss has risen beyond chance since the last commit, or is NaN. None: unknown (yet)."""
         found = [risen for risen, _ in self._findings()]
         return any(found) if found else None
 
     @property
     def reason(self) -> str:
         """One line with the figures behind the verdict."""
-        if not self._judged:
+        if not self._judged and not self._ruined:
             return "the last commit is not judged"
         found = sorted(self._findings(), key=lambda finding: not finding[0])
         return found[0][1] if found else f"cannot tell from {plural(len(self._window), 'step')} after the last commit"
 
     def _findings(self) -> Iterator[tuple[bool, str]]:
         """Yields (risen, why) for each comparison that can be made."""
+        if self._ruined:
+            yield True, f"{_BAD_STEPS} steps or more after the last commit had a NaN or infinite loss or gradient"
         if not self._judged:
             return
         if self._evaluation is not None and self._evaluation_before is not None:
@@ -119,19 +147,30 @@ class LossWatch:
         if len(self._window) < _MIN_STEPS or freedom < _MIN_FREEDOM:
             return
         variance = sum(map(_squares, self._earlier)) / freedom
+        newest = list(islice(reversed(self._earlier), self._comparable))
+        level_variance = _level_variance(
+            [fmean(window[: len(self._window)]) for window in newest if len(window) >= _MIN_STEPS]
+        )
         for num_windows in _LEVELS:
-            newest = islice(reversed(self._earlier), min(self._comparable, num_windows))
-            if earlier := [window for window in newest if len(window) >= _MIN_STEPS]:
-                yield self._compare(earlier, variance)
+            if earlier := [window for window in newest[:num_windows] if len(window) >= _MIN_STEPS]:
+                yield self._compare(earlier, variance, level_variance)
 
-    def _compare(self, earlier: list[list[float]], variance: float) -> tuple[bool, str]:
-        """Compares each step of the window with the same step of earlier windows; `variance` is that of a step."""
+    def _compare(self, earlier: list[list[float]], variance: float, level_variance: float) -> tuple[bool, str]:
+        """Compares each step of the window with the same step of earlier windows.
+
+        `variance` is that of a step, and `level_variance` that of the mean of a window.
+        """
         # Per step: how many earlier windows have it, which is its weight.
         weights = [sum(len(window) > step for window in earlier) for step in range(len(self._window))]
         total = sum(weights)
         before = math.fsum(loss for window in earlier for loss in window[: len(self._window)]) / total
         now = math.fsum(w * loss for w, loss in zip(weights, self._window, strict=True)) / total
-        error = math.sqrt(variance * (sum(w * w for w in weights) / total**2 + 1 / total))
+        error = math.sqrt(
+            max(
+                variance * (sum(w * w for w in weights) / total**2 + 1 / total),  # if the steps are independent
+                level_variance * (1 + 1 / len(earlier)),
+            )
+        )
         what = f"the loss of {plural(len(self._window), 'step')}, against {plural(len(earlier), 'commit')} before,"
         return _finding(what, now - before, before, error, _CHANCE)
 
@@ -143,6 +182,15 @@ class LossWatch:
         error = _MEDIAN_ERROR * math.sqrt(variance)
         what = f"the median loss of {_CREEP_WINDOWS} rounds, against that of the {_CREEP_WINDOWS} before,"
         return _finding(what, median(new) - median(old), median(old), error, _CHANCE)
+
+
+def _level_variance(means: list[float]) -> float:
+    """Returns the variance of means of successive windows, whatever their trend; 0 if there are too few."""
+    if len(means) < _MIN_LEVELS:
+        return 0.0
+    # The difference of two independent means has twice the variance of one.
+    squares = sorted((after - before) ** 2 / 2 for before, after in pairwise(means))
+    return fmean(squares[:-1] if len(means) >= _MIN_TRIMMED_LEVELS else squares)
 
 
 def _squares(losses: list[float]) -> float:
