@@ -150,6 +150,7 @@ class _Course:
         self.windows: dict[str, list[Window]] = {peer.name: [] for peer in self.swarm.peers}
         self._side = 0
         self._before_N: FloatArray | None = None  # the reference before a harmed commit
+        self._contributed: dict[str, FloatArray] = {}  # what each peer took part in it with
         self._everyone: list[SequentialPeer] = []
 
     def hold_round(self) -> None:
@@ -159,11 +160,16 @@ class _Course:
             self._take_back(self._before_N)
             self._before_N = None
             return
+        number = self.swarm.round + 1
+        harmed = not self._scenario.honest and number >= FIRST_HARMED and number % self._scenario.harm_every == 0
         before_N = self.swarm.peers[0].reference.values_N.copy()
+        if harmed:
+            for peer in self.swarm.peers:  # what a peer does not train now would begin at the reference
+                self._contributed[peer.name] = before_N.copy()
+                peer.live.read_trained(self._contributed[peer.name])
         self.swarm.hold_round()
-        number = self.swarm.round
         kind: Kind = "merge" if self._merges(number) else "commit"
-        if self._scenario.harm and number >= FIRST_HARMED and number % self._scenario.harm_every == 0:
+        if harmed:
             self._do_harm(before_N)
             kind, self._before_N = "harmed", before_N
         self._kinds.update((peer.name, kind) for peer in self.swarm.peers)
@@ -220,11 +226,14 @@ class _Course:
             peer.live.follow([SHARED_BLOCK])
 
     def _take_back(self, before_N: FloatArray) -> None:
+        """Restores the reference of before the harmed commit, and to each peer the weights that it contributed."""
         number = self.swarm.round = self.swarm.round + 1
         for peer in self.swarm.peers:
-            peer.reference.values_N[:] = peer.contribution_N[:] = before_N
-            peer.reference.finish(number, [(block.index, number) for block in peer.reference.layout.blocks])
-            peer.live.reset_to_reference()
+            blocks = [block.index for block in peer.reference.layout.blocks]
+            peer.reference.values_N[:] = before_N
+            peer.reference.finish(number, [(index, number) for index in blocks])
+            peer.contribution_N[:] = self._contributed[peer.name]
+            peer.live.follow(blocks)
             peer.committed(())
             self._kinds[peer.name] = "return"
 
