@@ -266,7 +266,7 @@ def test_trainers_that_share_nothing_but_a_port_agree_round_after_round(tmp_path
 @pytest.mark.parametrize("keeps_work", [False, True])
 def test_a_commit_that_is_taken_back(make: Make, overlap: bool, keeps_work: bool) -> None:
     """The network process has put the weights from before it into the contribution, or this peer had missed it."""
-    peer = make({"round": {"inner_steps": 2, "overlap": overlap}}, max_rounds=3)
+    peer = make({"round": {"inner_steps": 2, "overlap": overlap}}, max_rounds=2)  # a return is none of them
     blocks = (0, *(1 + expert for expert in HELD))
     where = [slice(peer.model.layout.blocks[index].start, peer.model.layout.blocks[index].stop) for index in blocks]
     stated, next_batch = peer.statements(), peer.setup.sampler.next_batch
@@ -298,3 +298,31 @@ def test_a_commit_that_is_taken_back(make: Make, overlap: bool, keeps_work: bool
     else:  # what was done since the commit went with it
         assert tokens_after <= len(after) * 128
         assert all(np.all(after[0][part] == 0.25) for part in where)
+
+
+def test_a_commit_that_makes_the_loss_nan_is_voted_against_before_the_peer_gives_up(make: Make) -> None:
+    """Steps without a finite loss are no work, so no round would fall due; the peers call one at once."""
+    peer = make({"round": {"inner_steps": 2}}, max_rounds=3)
+    said, hold, compute = list[bool | None](), peer.network.run_round, peer.trainer._gradients.compute
+    ruined_rounds = {2}
+
+    async def note(tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None) -> Any:
+        said.append(loss_rose)
+        return await hold(tokens, routed, leaving, loss_rose)
+
+    def take_back(network: StubNetwork) -> RoundReport:
+        network.reference.finish(3, [(0, 3)])
+        commit = CommitReport(3, ("me", "other"), 0, 0, (0,), 8, taken_back=2)
+        return RoundReport(commit, 0.0, 0.0, network.reference.digest.hex(), ExpertChange(network.held), 0)
+
+    def compute_or_fail(batch_BS: NDArray[np.int64], progress: float) -> float:
+        loss = compute(batch_BS, progress=progress)
+        return float("nan") if peer.trainer.round in ruined_rounds else loss
+
+    peer.network.run_round = note  # type: ignore[method-assign, assignment]
+    peer.trainer._gradients.compute = compute_or_fail  # type: ignore[method-assign]
+    peer.network.answers = [StubNetwork.commit, StubNetwork.commit, take_back]
+    peer.trainer.run()
+    assert said[2] is True
+    assert [event.get("taken_back") for event in peer.events("round")] == [None, None, 2, None]
+    assert peer.trainer.round == 4
