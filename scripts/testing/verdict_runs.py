@@ -151,7 +151,6 @@ class _Course:
         self._side = 0
         self._before_N: FloatArray | None = None  # the reference before a harmed commit
         self._contributed: dict[str, FloatArray] = {}  # what each peer took part in it with
-        self._everyone: list[SequentialPeer] = []
 
     def hold_round(self) -> None:
         """Trains and commits, or takes the harmed commit before back."""

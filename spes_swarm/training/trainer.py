@@ -376,6 +376,7 @@ class Trainer:
         self._live.follow_all()
         self._live.merge_if_due(self.round, previous)
         self._watch.restart()
+        self._watch.committed(judged=False)
         self._setup.metrics.write(
             events.Sync(round=report.round, seconds=report.seconds, payload_bytes=report.payload_bytes, why=report.why)
         )
