@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from scripts.testing.sequential_swarm import SequentialPeer, SequentialSwarm
+from scripts.testing.sequential_swarm import SequentialSwarm
 from scripts.testing.study.arm import ArmConfig
 from scripts.testing.study.peers import initial_holdings, peer_sampler, room_of, rules_of
 from spes_swarm.base.arrays import FloatArray
