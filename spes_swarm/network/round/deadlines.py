@@ -12,15 +12,19 @@ Members known to be late are not waited for until these deadlines; see protocol/
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter
+from collections.abc import Coroutine, Mapping
 from dataclasses import astuple, dataclass, field
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from spes_swarm.config.run import RoundConfig
 from spes_swarm.protocol.rounds.conduct import Delivery
 from spes_swarm.protocol.rounds.plan import Plan
+
+_Answer = TypeVar("_Answer")
 
 # Of the configured timeout, if nothing was measured: for contributions, for results, for repairs.
 _SHARES = (0.5, 0.75, 0.9)
@@ -115,3 +119,19 @@ class Timing:
             )
             for member, elements in owed.items()
         }
+
+
+async def answers_within(
+    asked: Mapping[int, Coroutine[Any, Any, _Answer | None]], patience_s: float
+) -> dict[int, _Answer]:
+    """Returns the answers that come in time; if there are none by then, all that come later. None is no answer."""
+    tasks = {member: asyncio.create_task(ask) for member, ask in asked.items()}
+    try:
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=max(patience_s, 0.0))
+        if tasks and all(not task.done() or task.result() is None for task in tasks.values()):
+            await asyncio.wait(tasks.values())
+        return {i: answer for i, task in tasks.items() if task.done() and (answer := task.result()) is not None}
+    finally:
+        for task in tasks.values():
+            task.cancel()

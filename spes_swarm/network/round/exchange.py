@@ -25,7 +25,7 @@ from spes_swarm.base.wording import plural
 from spes_swarm.network.diagnosis import exchange_lines
 from spes_swarm.network.link.rpc import RemoteError, Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
-from spes_swarm.network.round.deadlines import Deadlines, ExchangeLimits, Timing
+from spes_swarm.network.round.deadlines import Deadlines, ExchangeLimits, Timing, answers_within
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.rounds import conduct, round_faults
@@ -347,8 +347,8 @@ class Exchange:
         others = [i for i in range(state.plan.num_members) if i != state.me]
         cut_off = True
         while True:
-            answers = await asyncio.gather(*(self._ask_held(state, i) for i in others))
-            known = {i: answer for i, answer in zip(others, answers, strict=True) if answer is not None}
+            patience_s = (deadline - asyncio.get_running_loop().time()) / 4  # a frozen member must not use up the time
+            known = await answers_within({i: self._ask_held(state, i) for i in others}, patience_s)
             cut_off = cut_off and not known
             if cut_off:
                 raise RoundError(f"{plural(len(state.missing()), 'part')} missing and no other member answers")
