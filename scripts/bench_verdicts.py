@@ -3,7 +3,7 @@
     .venv/bin/python scripts/bench_verdicts.py --runs 2 --rounds 400 --jobs 2
 
 Virtual peers train in one process (scripts/testing/verdict_runs.py) and record what their judges
-(spes_swarm/training/health/loss_watch.py) would be told. `--json` keeps the records; `--replay` judges them anew,
+(spes_swarm/training/health/loss_watch.py) would be told. `--json` keeps the records; `--replay` judges them again,
 without training. A commit is refused if more than half of the peers, and at least two, say that the loss has risen.
 """
 
@@ -36,7 +36,7 @@ class Row:
     runs: int = 0
     rounds: int = 0  # of all runs; each side of a partition holds its own
     peer_rounds: int = 0
-    told: int = 0  # peer-rounds with a verdict
+    verdicts: int = 0  # peer-rounds in which the peer could tell
     alarms: int = 0  # of these: the loss has risen, without harm
     refused: int = 0  # honest rounds that most peers refused
     harmed: int = 0  # rounds
@@ -44,6 +44,7 @@ class Row:
     noticed: int = 0  # harmed rounds that most peers refused
     rises: list[float] = field(default_factory=list)  # of the mean loss by harm, in nats, one for each peer-round
     merge_rises: list[float] = field(default_factory=list)  # by commits that merged experts
+    return_rises: list[float] = field(default_factory=list)  # after a return, above the loss before the harm
     first_refused: list[int | None] = field(default_factory=list)  # of creeping harm: rounds since it began
 
 
@@ -73,7 +74,7 @@ def add_run(row: Row, run: Record, explain: bool) -> None:
             key = (window.round, window.side)
             votes[key].append(verdict)
             row.peer_rounds += 1
-            row.told += verdict is not None
+            row.verdicts += verdict is not None
             if window.kind == "harmed":
                 harmed.add(key)
                 row.seen += verdict is True
@@ -89,6 +90,7 @@ def add_run(row: Row, run: Record, explain: bool) -> None:
     row.refused += len(refused - harmed)
     row.rises += rises(list(run.peers.values()), "harmed")
     row.merge_rises += rises(list(run.peers.values()), "merge")
+    row.return_rises += rises(list(run.peers.values()), "return", commits=2)
     if SCENARIOS[run.scenario].harm_every == 1:
         first = min(harmed, default=(0, 0))[0]
         noticed = sorted(number for number, _ in harmed & refused)
@@ -100,15 +102,17 @@ def table(records: Sequence[Record], explain: bool = False) -> list[Row]:
     rows = {name: Row(scenario=name) for name in SCENARIOS if any(run.scenario == name for run in records)}
     for run in records:
         add_run(rows[run.scenario], run, explain)
-    heads = ("runs", "rounds", "peer-r.", "told", "alarms", "refused", "harmed", "seen", "noticed", "rise", "by merge")
+    heads = ["runs", "rounds", "peer-r.", "verdicts", "alarms", "refused", "harmed", "seen", "noticed", "rise"]
+    heads += ["by merge", "after return"]
     print(f"{'scenario':12}" + "".join(f"{head:>14}" for head in heads))
     for row in rows.values():
-        cells = [row.runs, row.rounds, row.peer_rounds, row.told, row.alarms, row.refused, row.harmed]
+        cells = [row.runs, row.rounds, row.peer_rounds, row.verdicts, row.alarms, row.refused, row.harmed]
         per_harm = row.harmed * SCENARIOS[row.scenario].num_peers
         shares = [f"{row.seen / per_harm:.1%}", f"{row.noticed / row.harmed:.1%}"] if row.harmed else ["-", "-"]
+        losses = row.rises, row.merge_rises, row.return_rises
         print(
             f"{row.scenario:12}"
-            + "".join(f"{cell:>14}" for cell in [*cells, *shares, _mean(row.rises), _mean(row.merge_rises)])
+            + "".join(f"{cell:>14}" for cell in [*cells, *shares, *map(_mean, losses)])
             + (f"  first refused after {row.first_refused} rounds" if row.first_refused else "")
         )
     return list(rows.values())
@@ -157,9 +161,6 @@ def make_runs(options: argparse.Namespace) -> list[Record]:
         }
         for number, done in enumerate(as_completed(running), 1):
             name, seed = running[done]
-            if done.exception() is not None:
-                print(f"[{number}/{len(tasks)}] {name}, seed {seed}: {done.exception()!r}", flush=True)
-                continue
             run = done.result()
             print(f"[{number}/{len(tasks)}] {name}, seed {seed}: {run.rounds} rounds, {run.seconds:.0f} s", flush=True)
             if run.rounds:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -62,11 +61,6 @@ class Scenario:
     harm_every: int = 5  # rounds; 1: the harm stays
     num_peers: int = NUM_PEERS
 
-    @property
-    def honest(self) -> bool:
-        """True if nobody does harm."""
-        return not self.harm
-
 
 SCENARIOS = {
     "steady": Scenario(),
@@ -85,8 +79,6 @@ SCENARIOS = {
     "noise-10": Scenario(harm="noise", factor=10.0),
     "noise-20": Scenario(harm="noise", factor=20.0),
     "noise-30": Scenario(harm="noise", factor=30.0),
-    "noise-100": Scenario(harm="noise", factor=100.0),
-    "creep-1": Scenario(harm="noise", factor=1.0, harm_every=1),
     "creep-3": Scenario(harm="noise", factor=3.0, harm_every=1),
     "creep-flip": Scenario(harm="flip", harm_every=1),
 }
@@ -160,7 +152,7 @@ class _Course:
             self._before_N = None
             return
         number = self.swarm.round + 1
-        harmed = not self._scenario.honest and number >= FIRST_HARMED and number % self._scenario.harm_every == 0
+        harmed = self._scenario.harm != "" and number >= FIRST_HARMED and number % self._scenario.harm_every == 0
         before_N = self.swarm.peers[0].reference.values_N.copy()
         if harmed:
             for peer in self.swarm.peers:  # what a peer does not train now would begin at the reference
@@ -267,11 +259,11 @@ def record(name: str, seed: int, rounds: int, until: float, data: str = STDLIB) 
     return Record(name, seed, course.swarm.round, round(seconds, 1), course.windows)
 
 
-def rises(peers: Sequence[list[Window]], kind: Kind) -> list[float]:
-    """Returns by how much the mean loss after commits of this kind lies above that after the commit before, in nats."""
+def rises(peers: Sequence[list[Window]], kind: Kind, commits: int = 1) -> list[float]:
+    """Returns by how much the mean loss after commits of this kind lies above that so many commits before, in nats."""
     found = []
     for windows in peers:
-        for before, after in pairwise(windows):
+        for before, after in zip(windows, windows[commits:], strict=False):
             if after.kind == kind and before.kind != "start" and before.losses and after.losses:
                 found.append(float(np.mean(after.losses) - np.mean(before.losses)))
     return found

@@ -130,8 +130,7 @@ class LiveWeights:
         return alpha
 
     def _where(self, index: int) -> slice:
-        block = self._model.layout.blocks[index]
-        return slice(block.start, block.stop)
+        return self._model.layout.blocks[index].where
 
     def _read(self, index: int) -> FloatArray:
         values_N = np.empty(self._model.layout.blocks[index].size, dtype=np.float32)

@@ -325,7 +325,7 @@ class Trainer:
         self._work.contribute()
         self._loss_rose, self._has_returned = self._watch.verdict, False
         if self._loss_rose:
-            _LOGGER.info("this peer is for taking back round %d: %s", self.round, self._watch.reason)
+            _LOGGER.info("this peer votes to take back round %d: %s", self.round, self._watch.reason)
         self._exchange.__enter__()  # type: ignore[no-untyped-call]
         self._pending = self._network.submit(
             Commands.run_round,

@@ -46,7 +46,7 @@ def test_a_rise_without_harm_is_an_alarm_and_refused_by_two_of_two() -> None:
 
 
 @pytest.mark.slow
-def test_short_runs_are_recorded_and_judged_anew(tmp_path: Path, text: Path) -> None:
+def test_short_runs_are_recorded_and_judged_once_more(tmp_path: Path, text: Path) -> None:
     result = tmp_path / "verdicts.json"
     command = [sys.executable, "scripts/bench_verdicts.py", "--data", str(text), "--rounds", "2", "--jobs", "1"]
     command += ["--scenarios", "evaluated", "paper", "--json", str(result)]

@@ -270,7 +270,7 @@ class ChaosSwarm:
         )
         self._await_fate(fault, outcome, victims)
         number = self._await_together(last_before(), self._hang_s)
-        if fault.kind is Kind.CUT:  # that may be the round which was cut: since then the sides have gone on apart
+        if fault.kind is Kind.CUT:  # that may be the round which was cut: since then the sides have continued apart
             self._await_together(max(peer.round for peer in self.running()), self._hang_s)
         for peer in self._peers:
             peer.side = ""

@@ -127,7 +127,7 @@ class CatchingUp:
         """
         before, reference = self._reference.round, self._reference
         blocks = reference.layout.trained_blocks(self._leases.held)
-        trained = [slice(block.start, block.stop) for block in blocks if keep_difference]
+        trained = [block.where for block in blocks if keep_difference]
         for part in trained:
             self._contribution_N[part] -= reference.values_N[part]
         try:

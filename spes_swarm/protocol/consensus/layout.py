@@ -48,6 +48,11 @@ class Block:
         """One past the last element."""
         return self.start + self.size
 
+    @property
+    def where(self) -> slice:
+        """Its elements in the flat vector."""
+        return slice(self.start, self.stop)
+
 
 @dataclass(frozen=True)
 class Layout:

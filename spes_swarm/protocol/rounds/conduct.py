@@ -12,8 +12,8 @@ or results that never came, results or contributions outside their bounds, and r
 They are one peer's opinion, and have an effect only where most agree; see vouchers.py.
 
 If a commit is taken back (see taking_back.py), nothing shows which of its reducers did harm, if any. Half of them rest:
-those in most such commits since the last one with their results that stood, and among these a draw by hash. The rest
-doubles with every such commit. So liars soon reduce nothing, though nobody knows who they are.
+those that reduced in the largest number of such commits since a commit of theirs last stood, and of equals a draw by
+hash. The rest doubles with every such commit. So liars soon reduce nothing, though nobody knows who they are.
 """
 
 from __future__ import annotations

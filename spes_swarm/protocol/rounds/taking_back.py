@@ -37,8 +37,8 @@ class Return:
 def choose_return(members: Sequence[Member], trusted: Collection[int]) -> Return | None:
     """The commit that the round of these members takes back; None if more than half of the trusted do not want it.
 
-    Votes count together only if they come from the same reference. So a reducer cannot win the vote of a member whom
-    alone it sent harmful results.
+    Only votes from the same reference add up. So a reducer cannot win the vote of a member by sending harmful results
+    to it alone.
     """
     votes: Counter[tuple[int, bytes, bytes, tuple[int, ...], bytes]] = Counter()
     for i in trusted:
@@ -86,7 +86,7 @@ class Previous:
         self._before, self._blocks = reference.digest, frozenset(blocks)
         self._trained = self._blocks & frozenset(trained)
         for index in self._blocks:
-            where = _where(reference, index)
+            where = reference.layout.blocks[index].where
             self._values_N[where] = reference.values_N[where]
             if index in self._trained:
                 self._live_N[where] = live_N[where]
@@ -112,13 +112,8 @@ class Previous:
         What this peer did not train then begins at the reference.
         """
         for index in blocks:
-            where = _where(reference, index)
+            where = reference.layout.blocks[index].where
             reference.values_N[where] = self.values(where, index, reference)
             if index in trained:
                 kept_N = self._live_N if index in self._trained and self._live_N is not None else reference.values_N
                 live_N[where] = kept_N[where]
-
-
-def _where(reference: Reference, index: int) -> slice:
-    block = reference.layout.blocks[index]
-    return slice(block.start, block.stop)

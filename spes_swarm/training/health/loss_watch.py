@@ -25,13 +25,13 @@ _MIN_STEPS = 3  # of a window with a verdict: a single batch of unusual text wou
 # loss was higher eight windows ago while it falls fast.
 _LEVELS = (8, 2)
 _MIN_FREEDOM = 12  # degrees of freedom from which the scatter is known well enough: three windows of five steps
-# Windows whose scatter is estimated, at least. From eight on, the largest difference of two successive ones is dropped:
-# it may be a harm of before, and must not hide the next one.
+# The fewest windows whose scatter is estimated. From eight on, the largest difference of two successive ones is
+# dropped: it may be an earlier harm, which must not hide the next one.
 _MIN_LEVELS, _MIN_TRIMMED_LEVELS = 4, 8
 _BAD_STEPS = 3  # of a window with NaN or infinite values that blame the commit; mixed precision skips single ones
 _CREEP_WINDOWS = 10  # on either side when a slow rise is looked for
-# Standard errors that a rise must exceed. Of 13,702 honest windows 0.07 % did (0.18 % exceeded 3, and 0.66 % exceeded
-# 2.5), those of two peers never at once: scripts/bench_verdicts.py.
+# Standard errors that a rise must exceed. Of 13,702 honest windows 0.07 % did, those of most peers never at once:
+# scripts/bench_verdicts.py.
 _CHANCE = 3.5
 _EVALUATION_CHANCE = 4.0  # all peers measure the same text, so that their errors agree
 _MARGIN = 0.02  # share of the loss that a rise must exceed, however certain it is
