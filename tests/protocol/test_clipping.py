@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spes_swarm.protocol.averaging.agreement import MAX_DEVIATION, Agreement
 from spes_swarm.protocol.rounds.clipping import (
     FREE_DEVIATION,
-    MAX_DEVIATION,
     MAX_PART_RATIO,
     MAX_SHARE_RATIO,
     MAX_WEIGHT_RATIO,
     TOLERANCE,
-    Agreement,
     EnergyBudget,
     Stated,
     believed_tokens,

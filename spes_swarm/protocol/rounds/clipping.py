@@ -14,10 +14,8 @@ earlier rounds is never too long.
 
 Lower medians are used throughout: with two members, the larger claim is not its own measure.
 
-Contributions must match what was stated. `Agreement` bounds what no length shows: a contribution that points in another
-direction than the others'.
-
-Shapes: M members that contribute to a part, N elements of it.
+Contributions must match what was stated. Agreement (averaging/agreement.py) bounds what no length shows: a contribution
+that points in another direction than the others'.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-import numpy as np
-from numpy.typing import NDArray
-
-from spes_swarm.base.arrays import FloatArray
+from spes_swarm.protocol.averaging.agreement import MIN_TO_AGREE
 
 # No member weighs more than this many times the median, unless earlier commits bear it out.
 MAX_WEIGHT_RATIO = 2.0
@@ -43,16 +38,11 @@ MAX_SHARE_RATIO = 4.0
 TOLERANCE = 1.02
 # A member from the other side of a partition may be this many rounds away from the swarm's base.
 MAX_ROUNDS_APART = 8
-# A contribution may deviate this many times as far from the common direction as the median one.
-MAX_DEVIATION = 1.5
 # Deviations below this share of the block's median RMS are never shortened, however well the others agree: on embedding
 # rows that only one member's tokens have touched, no other member agrees with it.
 FREE_DEVIATION = 0.5
 # Contributions with at least this share of the usual length count as usual: the shortfall is chance.
 USUAL_SHARE = 0.8
-# Fewer contributions than this have no majority.
-MIN_TO_AGREE = 3
-_WEISZFELD_STEPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,90 +136,3 @@ class EnergyBudget:
             return False
         self.used += energy
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """The mean of several contributions, in which none deviates much further from the common direction than most.
-
-    Centred clipping (Karimireddy, He and Jaggi 2021, "Learning from History for Byzantine Robust Optimization") around
-    the geometric median. The component along the median's direction is kept, so a fast member's longer difference
-    counts in full; the deviation from it is shortened to MAX_DEVIATION times the median deviation. A contribution of
-    pure noise then does no more harm than the noise in every honest one.
-    """
-
-    # The result is the linear combination of the contributions with these coefficients.
-    coefficients_M: NDArray[np.float64]
-    factors_M: NDArray[np.float64]  # the share of each member's deviation that is left; 1 if nothing was shortened
-
-    @classmethod
-    def of(
-        cls, differences_MN: FloatArray, weights_M: Sequence[float], free_rms: float, stretch: float = 1.0
-    ) -> Agreement:
-        """Weighs the contributions of one part.
-
-        Only inner products of contributions are needed, so the cost is that of one M x N by N x M matrix product.
-
-        Args:
-            differences_MN: finite.
-            weights_M: positive.
-            free_rms: RMS of a deviation that is never shortened.
-            stretch: ratio of the usual length of contributions to that in this round, at least 1. If most members have
-                only begun when a round is called, one that is further along deviates from them by more than they do.
-        """
-        num_members, num_elements = differences_MN.shape
-        weights = np.asarray(weights_M, dtype=np.float64)
-        weights /= weights.sum()
-        ones_M = np.ones(num_members)
-        if num_members < MIN_TO_AGREE:
-            return cls(weights, ones_M)
-        peak = float(np.max(np.abs(differences_MN), initial=0.0))
-        if peak == 0:
-            return cls(weights, ones_M)
-        scaled_MN = differences_MN / np.float32(peak)  # so that no square over- or underflows
-        gram_MM = (scaled_MN @ scaled_MN.T).astype(np.float64)
-        centre_M = _geometric_median(gram_MM)
-        centre_energy = float(centre_M @ gram_MM @ centre_M)
-        along_M = np.maximum(0.0, gram_MM @ centre_M) / centre_energy if centre_energy > 0 else 0 * ones_M
-        deviation_M = np.sqrt(np.maximum(0.0, _distances_squared(gram_MM, centre_M, along_M)))
-        length_M = np.maximum(1.0, along_M)
-        allowed = MAX_DEVIATION * median_low((deviation_M / length_M).tolist())
-        allowed = max(allowed, free_rms / peak * math.sqrt(num_elements))
-        # A member that deviates has not done more of the same work, whatever its length along the centre: its length
-        # beyond `stretch` is shortened by the same factor f, and the deviation may be `allowed` per unit of the length
-        # that is left: f * deviation = allowed * (stretch + (length - stretch) * f). Within bounds, f is 1.
-        length_M = np.maximum(stretch, along_M)
-        beyond_M = deviation_M - allowed * (length_M - stretch)
-        factors_M = ones_M.copy()
-        aside_M = beyond_M > allowed * stretch
-        factors_M[aside_M] = allowed * stretch / beyond_M[aside_M]
-        kept_M = np.minimum(along_M, stretch + (length_M - stretch) * factors_M)
-        coefficients_M = weights * factors_M + (weights @ (kept_M - factors_M * along_M)) * centre_M
-        return cls(coefficients_M, factors_M)
-
-
-def _distances_squared(
-    gram_MM: NDArray[np.float64], centre_M: NDArray[np.float64], along_M: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Squared distance of each contribution from `along` times the centre."""
-    dots_M = gram_MM @ centre_M
-    result: NDArray[np.float64] = np.diag(gram_MM) - 2 * along_M * dots_M + along_M**2 * float(centre_M @ dots_M)
-    return result
-
-
-def _geometric_median(gram_MM: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The point with the least sum of distances, as a combination of the contributions (Weiszfeld's algorithm).
-
-    Every member has one vote whatever its weight, and more than half of them decide where the median lies. Iteration
-    begins at the mean of the directions, so that no contribution dominates by its length.
-    """
-    num_members = len(gram_MM)
-    length_M = np.sqrt(np.diag(gram_MM))
-    floor = 1e-6 * float(np.max(length_M))
-    centre_M = 1.0 / np.maximum(length_M, floor)
-    centre_M /= centre_M.sum()
-    for _ in range(_WEISZFELD_STEPS):
-        distance_M = np.sqrt(np.maximum(0.0, _distances_squared(gram_MM, centre_M, np.ones(num_members))))
-        centre_M = 1.0 / np.maximum(distance_M, floor)
-        centre_M /= centre_M.sum()
-    return centre_M

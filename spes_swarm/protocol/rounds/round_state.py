@@ -17,12 +17,13 @@ import numpy as np
 from spes_swarm.base.arrays import FloatArray, sum_of_squares
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
+from spes_swarm.protocol.averaging.agreement import Agreement
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT, Codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.rounds import round_faults
-from spes_swarm.protocol.rounds.clipping import FREE_DEVIATION, MAX_ROUNDS_APART, Agreement, EnergyBudget
+from spes_swarm.protocol.rounds.clipping import FREE_DEVIATION, MAX_ROUNDS_APART, EnergyBudget
 from spes_swarm.protocol.rounds.error_feedback import ErrorFeedback
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.outcome import Bounds, CommitReport, Result
