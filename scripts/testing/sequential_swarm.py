@@ -26,6 +26,7 @@ from spes_swarm.config.schedule import learning_rate
 from spes_swarm.data.batch_source import BatchSource
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model, build_model, flat_from_model, layout_of
+from spes_swarm.protocol.averaging.commitments import Signer, SigningKey
 from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.lineage import Lineage
@@ -45,6 +46,7 @@ from spes_swarm.training.optimiser.expert_moments import WarmUp
 from spes_swarm.training.optimiser.registry import make_optimiser
 
 _RUN_ID = "sequential"
+_KEY = SigningKey.generate()  # of all peers
 _EVALUATION_BATCH = 16  # sequences
 _SHORTENED = 0.99  # of its length; a contribution that keeps more counts as whole
 
@@ -170,6 +172,7 @@ class SequentialPeer:
             fixed=False,
             leaving=leaving,
             leased=bytes(num_bitmap_bytes(self.model.layout.num_experts)),
+            certificate=b"",
         )
 
     def hold(self, held: Sequence[int]) -> None:
@@ -294,7 +297,7 @@ class SequentialSwarm:
         bounds = Bounds.of(config.clip, config.max_update_rms)
         states = [
             RoundState(
-                group, plan, index, peer.reference, peer.contribution_N, codec, bounds, peer.tracks, result_codec
+                group, plan, index, peer.reference, peer.contribution_N, codec, bounds, _KEY, peer.tracks, result_codec
             )
             for index, peer in enumerate(self.peers)
         ]
@@ -352,7 +355,7 @@ class SequentialSwarm:
 
 
 def _unsigned_group(number: int, statements: Mapping[str, Statement]) -> Group:
-    members = tuple(Member(name, statements[name]) for name in sorted(statements))
+    members = tuple(Member(name, statements[name], signer=Signer(name, _KEY.public)) for name in sorted(statements))
     encoded = tuple(bytes(msgpack.packb([m.peer_id, m.statement.model_dump()])) for m in members)
     return Group(_RUN_ID, number, members, encoded)
 
@@ -364,7 +367,7 @@ def _exchange(states: Sequence[RoundState]) -> int:
     for part in plan.parts:
         for contribution in plan.block_of(part).contributions:
             if contribution.member != part.reducer:
-                frame = states[contribution.member].push_frame(part, contribution)
+                frame = states[contribution.member].push_frame(part)
                 states[part.reducer].accept(contribution.member, frame)
                 num_bytes += len(frame.payload)
     for receiver, state in enumerate(states):

@@ -387,6 +387,7 @@ class Simulation:
                 fixed=peer.fixed,
                 leaving=peer.leaving,
                 leased=seen_before if self._rng.random() < self._scenario.stale else seen,
+                certificate=b"",
             )
             statements.append(Member(name, statement))
         return Group("simulation", number, tuple(statements), ())

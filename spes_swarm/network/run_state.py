@@ -6,12 +6,14 @@ Shape: N elements of the flat vector.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Self
 
 from spes_swarm.base.address import peer_id_of
 from spes_swarm.base.arrays import FloatArray, attach_from
 from spes_swarm.config.run import RunConfig
 from spes_swarm.port.messages import RunSettings
+from spes_swarm.protocol.averaging.commitments import SigningKey
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.members.identity import Identity
@@ -36,6 +38,7 @@ class RunState:
     previous: Previous  # for taking back the last commit
     roster: Roster
     leases: Leases
+    key: SigningKey = field(default_factory=SigningKey.generate)  # of what this process sends in exchanges
     tracks: TrackRecords = field(default_factory=TrackRecords)
     lineage: Lineage = field(default_factory=lambda: Lineage({}))
     swarm_tokens: SwarmTokens = field(default_factory=SwarmTokens)
@@ -67,6 +70,11 @@ class RunState:
     def is_member(self, peer_id: str) -> bool:
         """Returns True if slots and upload are reserved for a peer, if only for the exchange that it takes part in."""
         return peer_id in self.group or self.roster.standing.reserves_for(peer_id)
+
+    @cached_property
+    def certificate(self) -> bytes:
+        """Shows that `key` is this peer's."""
+        return self.key.certificate(self.identity, self.run_id)
 
     @property
     def run(self) -> RunConfig:

@@ -118,7 +118,7 @@ class HostileExchange(Exchange):
                     channel._writer.write(os.urandom(1000))
                     await channel.receive(1024)
                 for number, (part, contribution) in enumerate(parts):
-                    frame = state.push_frame(part, contribution)
+                    frame = state.push_frame(part)
                     await channel.send(
                         frame if self.mode in ("slow", "two_faced") else spoil(frame, BAD_CONTRIBUTIONS, number)
                     )

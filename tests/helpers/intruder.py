@@ -33,6 +33,7 @@ from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, serve_channel
 from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.transfer.donors import table_from_wire
+from spes_swarm.protocol.averaging.commitments import SigningKey
 from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import Layout
@@ -91,6 +92,7 @@ class Intruder:
             fixed=True,
             leaving=False,
             leased=bytes(num_bitmap_bytes(self.layout.num_experts)),
+            certificate=SigningKey.generate().certificate(self.identity, self.manifest.run_id),
         )
 
     async def haunt(self, peer_id: str) -> None:

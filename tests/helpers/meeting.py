@@ -12,8 +12,8 @@ from spes_swarm.network.round.gathering import rank
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
-from spes_swarm.protocol.rounds.statement import Group, Statement, seal_statement
-from tests.helpers.rounds import RUN_ID, identities
+from spes_swarm.protocol.rounds.statement import Group, Statement
+from tests.helpers.rounds import RUN_ID, identities, sign_statement
 from tests.helpers.virtual_time import at, run_at_once
 
 WINDOW_S = 10.0
@@ -97,7 +97,7 @@ class Meeting:
         self.identity = dict(zip(ranks, everybody, strict=True))
         self.name = {who.peer_id: name for name, who in self.identity.items()}
         self.hostile, self.honest = self.identity["H"], [self.identity[name] for name in ranks if name in "ABCDE"]
-        self.sealed = [seal_statement(who, RUN_ID, self.statement()) for who in self.honest]
+        self.sealed = [sign_statement(who, RUN_ID, self.statement()) for who in self.honest]
         self.called: list[int] = []
         self.known: dict[str, list[Neighbour]] = {}  # by peer: the live peers that it knows
         self.ahead: list[int] = []

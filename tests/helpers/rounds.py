@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from spes_swarm.base.arrays import FloatArray
+from spes_swarm.protocol.averaging.commitments import SigningKey
 from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import Layout
@@ -27,6 +28,7 @@ from spes_swarm.protocol.rounds.taking_back import Previous
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 
 RUN_ID = "test-run"
+KEY = SigningKey.generate()  # of all peers of a test
 UNBOUNDED = Bounds(max_update_rms=1e3, bounded=False)
 BOUNDED = dataclasses.replace(UNBOUNDED, bounded=True)
 
@@ -43,6 +45,17 @@ def _key_directory() -> Path:
     directory = TemporaryDirectory(prefix="spes-test-keys-")
     atexit.register(directory.cleanup)
     return Path(directory.name)
+
+
+@lru_cache(maxsize=64)
+def certificate(who: Identity, run_id: str = RUN_ID) -> bytes:
+    """Shows that KEY is a peer's."""
+    return KEY.certificate(who, run_id)
+
+
+def sign_statement(who: Identity, run_id: str, statement: Statement) -> bytes:
+    """A peer's signed statement, with its certificate."""
+    return seal_statement(who, run_id, statement.model_copy(update={"certificate": certificate(who, run_id)}))
 
 
 def identities(count: int) -> list[Identity]:
@@ -79,7 +92,7 @@ def peer(layout: Layout, values_N: FloatArray, held: Sequence[int], **fields: ob
 
 def form(peers: Sequence[FakePeer], round_number: int) -> Group:
     """The group that these peers form."""
-    sealed = []
+    statements = []
     for who, p in zip(identities(len(peers)), peers, strict=True):
         statement = Statement(
             round=round_number,
@@ -102,9 +115,10 @@ def form(peers: Sequence[FakePeer], round_number: int) -> Group:
             leased=bytes(num_bitmap_bytes(p.reference.layout.num_experts)),
             before=p.previous.digest(p.reference),
             loss_rose=p.loss_rose,
+            certificate=b"",
         )
-        sealed.append(seal_statement(who, RUN_ID, statement))
-    return form_group(RUN_ID, round_number, sealed, len(peers[0].reference.layout.blocks))
+        statements.append(sign_statement(who, RUN_ID, statement))
+    return form_group(RUN_ID, round_number, statements, len(peers[0].reference.layout.blocks))
 
 
 def hold_round(
@@ -126,13 +140,13 @@ def hold_round(
     bounds = BOUNDED if clip else UNBOUNDED
     codecs = get_codec(codec), get_codec(result_codec or codec)
     states = [
-        RoundState(group, plan, i, p.reference, p.live_N, codecs[0], bounds, TrackRecords(), codecs[1], p.previous)
+        RoundState(group, plan, i, p.reference, p.live_N, codecs[0], bounds, KEY, TrackRecords(), codecs[1], p.previous)
         for i, p in enumerate(peers)
     ]
     for sender, state in enumerate(states):
         for reducer, target in enumerate(states):
-            for part, contribution in plan.pushes(sender, reducer):
-                frame = state.push_frame(part, contribution)
+            for part in plan.pushes(sender, reducer):
+                frame = state.push_frame(part)
                 state.payload_bytes_sent += len(frame.payload)
                 if not lose_push(sender, frame):
                     target.accept(sender, frame)

@@ -33,7 +33,7 @@ from spes_swarm.network.round.gathering import POLL_S, now
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.port.messages import CaughtUp
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
-from spes_swarm.protocol.rounds.plan import Contribution, Part
+from spes_swarm.protocol.rounds.plan import Part
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group
 from tests.helpers.hostile_peer import membership
@@ -64,9 +64,7 @@ class SlowExchange(Exchange):
         self._began = now()
         super()._begin(state)
 
-    async def _push(
-        self, state: RoundState, reducer: int, parts: list[tuple[Part, Contribution]], deadline: float
-    ) -> None:
+    async def _push(self, state: RoundState, reducer: int, parts: list[Part], deadline: float) -> None:
         if not self._late_pushes:
             await super()._push(state, reducer, parts, deadline)
             return
@@ -77,9 +75,9 @@ class SlowExchange(Exchange):
                 self._p2p, state.group.members[reducer].peer_id, self._push_name, stall_s
             ) as channel:
                 await channel.send_hello(group=state.group.id)
-                for number, (part, contribution) in enumerate(parts, start=1):
+                for number, part in enumerate(parts, start=1):
                     await asyncio.sleep(self._began + last_s * number / len(parts) - now())
-                    await channel.send(state.push_frame(part, contribution))
+                    await channel.send(state.push_frame(part))
                 await channel.end()
 
     async def _stream_reduced(self, state: RoundState, member: int, channel: Channel) -> None:

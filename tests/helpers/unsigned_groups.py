@@ -35,6 +35,7 @@ def member(name: str, layout: Layout, **changes: Any) -> Member:
         "fixed": False,
         "leaving": False,
         "leased": bytes(num_bitmap_bytes(num_blocks - 1)),
+        "certificate": b"",
     }
     return Member(name, Statement(**{**fields, **changes}))
 

@@ -29,7 +29,7 @@ from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.helpers.hosts import MEMBERS, Host, hosts, run
-from tests.helpers.rounds import RUN_ID, UNBOUNDED, form, identities, identity, peer, small_layout
+from tests.helpers.rounds import KEY, RUN_ID, UNBOUNDED, form, identities, identity, peer, small_layout
 
 LONG_S = 60.0  # for what succeeds
 SHORT_S = 0.5  # for what is expected to run into its deadline
@@ -90,7 +90,8 @@ def test_a_member_has_been_served_once_it_closes_its_stream() -> None:
     group = form(members, 1)
     plan = make_plan(group, layout, 64)
     states = [
-        RoundState(group, plan, i, m.reference, m.live_N, get_codec("fp32"), UNBOUNDED) for i, m in enumerate(members)
+        RoundState(group, plan, i, m.reference, m.live_N, get_codec("fp32"), UNBOUNDED, KEY)
+        for i, m in enumerate(members)
     ]
 
     async def test() -> None:
@@ -111,8 +112,8 @@ def test_a_member_has_been_served_once_it_closes_its_stream() -> None:
             round_of_reducer = asyncio.create_task(exchange.run(states[reducer]))
             async with open_channel(client.daemon.p2p, server.peer_id, f"{RUN_ID}/push", LONG_S) as channel:
                 await channel.send_hello(group=group.id)
-                for part, contribution in plan.pushes(puller, reducer):
-                    await channel.send(states[puller].push_frame(part, contribution))
+                for part in plan.pushes(puller, reducer):
+                    await channel.send(states[puller].push_frame(part))
                 await channel.end()
             num_bytes = 0
             async with open_channel(client.daemon.p2p, server.peer_id, f"{RUN_ID}/pull", LONG_S) as channel:

@@ -47,7 +47,9 @@ def two_members() -> RoundState:
     peers = [rounds.peer(layout, values_N, held) for held in ((0, 1), (1, 2))]
     group = rounds.form(peers, 1)
     plan = make_plan(group, layout, 64, clip=0.0, experts=True)
-    return RoundState(group, plan, 0, peers[0].reference, peers[0].live_N, get_codec("fp32"), rounds.UNBOUNDED)
+    return RoundState(
+        group, plan, 0, peers[0].reference, peers[0].live_N, get_codec("fp32"), rounds.UNBOUNDED, rounds.KEY
+    )
 
 
 def test_whoever_an_exchange_waits_for_is_named_with_the_parts() -> None:

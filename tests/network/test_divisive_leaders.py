@@ -11,9 +11,9 @@ import pytest
 
 from spes_swarm.base.errors import RoundError
 from spes_swarm.network.round.rendezvous import Rendezvous
-from spes_swarm.protocol.rounds.statement import Group, seal_statement
+from spes_swarm.protocol.rounds.statement import Group
 from tests.helpers.meeting import EXCHANGE_S, WINDOW_S, Meeting
-from tests.helpers.rounds import RUN_ID
+from tests.helpers.rounds import RUN_ID, sign_statement
 from tests.helpers.virtual_time import run_at_once
 
 LATE_S = [(), (2.0,), (0.0, 2.0), (0.0, 0.0, 3.0)]  # how many seconds late A, B and C join
@@ -105,7 +105,7 @@ def test_a_leader_that_gives_each_peer_another_group_is_passed_over(left_out: bo
         if len(gathered) < 3:
             await asyncio.sleep(1.0)
             return {}
-        given.append(seal_statement(meeting.hostile, RUN_ID, meeting.statement(tokens=len(given))))
+        given.append(sign_statement(meeting.hostile, RUN_ID, meeting.statement(tokens=len(given))))
         return {"group": [given[-1], *(sealed for name, sealed in gathered.items() if not left_out or name != caller)]}
 
     async def first_group() -> Group:
@@ -175,7 +175,7 @@ def test_a_peer_that_gives_a_group_to_whoever_calls_it_does_not_stop_the_round(r
     given: list[bytes] = []
 
     async def give(caller: str, statement: bytes | None) -> dict[str, Any]:
-        given.append(seal_statement(meeting.hostile, RUN_ID, meeting.statement(tokens=len(given))))
+        given.append(sign_statement(meeting.hostile, RUN_ID, meeting.statement(tokens=len(given))))
         return {"group": [given[-1], sealed[caller]]}
 
     meeting.answers("H", "gather", give)

@@ -12,9 +12,9 @@ from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.round.gathering import POLL_S
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
+from spes_swarm.protocol.rounds.statement import Group, Statement, form_group
 from tests.helpers.meeting import EXCHANGE_S, WINDOW_S, Meeting, statement_fields
-from tests.helpers.rounds import RUN_ID, identities, identity
+from tests.helpers.rounds import RUN_ID, identities, identity, sign_statement
 from tests.helpers.virtual_time import run_at_once
 
 # Statements.
@@ -67,7 +67,7 @@ def test_absurd_statements_are_refused(field: str, value: object) -> None:
 
 
 def test_a_statement_serves_for_its_round_and_run_only() -> None:
-    sealed = seal_statement(identities(1)[0], RUN_ID, Statement.model_validate(statement_fields()))
+    sealed = sign_statement(identities(1)[0], RUN_ID, Statement.model_validate(statement_fields()))
     assert len(form_group(RUN_ID, 5, [sealed], 3).members) == 1
     for run_id, round_number, num_blocks, kind in (
         (RUN_ID, 6, 3, "round"),
@@ -90,7 +90,7 @@ def meeting() -> Meeting:
 
 
 def alone(meeting: Meeting) -> bytes:
-    return seal_statement(meeting.hostile, RUN_ID, meeting.statement())
+    return sign_statement(meeting.hostile, RUN_ID, meeting.statement())
 
 
 def always(meeting: Meeting, answer: Callable[[bytes | None], dict[str, object]]) -> None:
@@ -220,7 +220,7 @@ def test_strangers_neither_begin_rounds_nor_move_the_clock(meeting: Meeting) -> 
         await me.start()
         for round_number in (1, 2):
             fields = {**statement_fields(), "round": round_number, "versions": [0, 0, 0]}
-            sealed = seal_statement(stranger, RUN_ID, Statement.model_validate(fields))
+            sealed = sign_statement(stranger, RUN_ID, Statement.model_validate(fields))
             request = {"run": RUN_ID, "round": round_number, "statement": sealed}
             assert await me._serve_call(stranger.peer_id, request) == {"target": 1}
             assert await me._serve_gather(stranger.peer_id, request) == {"early": True, "defers": False}
@@ -235,7 +235,7 @@ def test_strangers_neither_begin_rounds_nor_move_the_clock(meeting: Meeting) -> 
 
 def poll(meeting: Meeting, me: Rendezvous, who: Identity) -> asyncio.Task[dict[str, object]]:
     """A peer polls another one for round 1."""
-    request = {"run": RUN_ID, "round": 1, "statement": seal_statement(who, RUN_ID, meeting.statement())}
+    request = {"run": RUN_ID, "round": 1, "statement": sign_statement(who, RUN_ID, meeting.statement())}
     return asyncio.create_task(me._serve_gather(who.peer_id, request))
 
 
@@ -322,7 +322,7 @@ def test_a_group_with_an_outdated_statement_of_this_peer_is_not_entered(meeting:
 
     async def join() -> None:
         await me.start()
-        always(meeting, lambda statement: {"group": [seal_statement(who, RUN_ID, older)]})
+        always(meeting, lambda statement: {"group": [sign_statement(who, RUN_ID, older)]})
         with pytest.raises(RoundError, match="outdated"):
             await me.join(meeting.statement())
 

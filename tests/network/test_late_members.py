@@ -23,7 +23,7 @@ from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group
 from spes_swarm.protocol.rounds.vouchers import vouchers
 from tests.helpers.hosts import MEMBERS, Host, hosts, run
-from tests.helpers.rounds import RUN_ID, UNBOUNDED, form, identities, identity, peer, small_layout
+from tests.helpers.rounds import KEY, RUN_ID, UNBOUNDED, form, identities, identity, peer, small_layout
 
 LAYOUT = small_layout()
 LIMITS = ExchangeLimits(stall_timeout_s=600.0, timeout_s=3600.0)  # far longer than a test may take
@@ -56,8 +56,8 @@ class Meeting:
                 to = self.group.members[member].peer_id
                 async with open_channel(self.slow_host.daemon.p2p, to, f"{RUN_ID}/push", 60.0) as channel:
                     await channel.send_hello(group=self.group.id)
-                    for part, contribution in pushes:
-                        await channel.send(self.states[self.slow].push_frame(part, contribution))
+                    for part in pushes:
+                        await channel.send(self.states[self.slow].push_frame(part))
                     await channel.end()
 
 
@@ -91,7 +91,7 @@ async def meeting(pace: float, doubted: Sequence[str] = (), *, known_as_late: bo
     group = form(members, 3)
     plan = make_plan(group, LAYOUT, 64)
     states = [
-        RoundState(group, plan, i, who.reference, who.live_N, get_codec("fp32"), UNBOUNDED)
+        RoundState(group, plan, i, who.reference, who.live_N, get_codec("fp32"), UNBOUNDED, KEY)
         for i, who in enumerate(members)
     ]
     async with hosts(4) as found:

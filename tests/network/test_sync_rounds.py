@@ -15,7 +15,7 @@ from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
 from tests.helpers.lone_trainer import run_config
-from tests.helpers.rounds import FakePeer, form, identities
+from tests.helpers.rounds import KEY, FakePeer, form, identities
 from tests.helpers.run_settings import settings_without_trainer
 from tests.helpers.tiny_model import tiny_layout
 
@@ -37,10 +37,12 @@ def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
     async def exchange(state: RoundState) -> CommitReport:
         assert run.is_member(newcomer.peer_id)  # its slots are reserved although it has delivered nothing so far
         if state.plan.round == 4:
-            other = RoundState(state.group, state.plan, 1, run.reference, run.contribution_N, state.codec, state.bounds)
+            other = RoundState(
+                state.group, state.plan, 1, run.reference, run.contribution_N, state.codec, state.bounds, KEY
+            )
             for one, two in ((state, other), (other, state)):
-                for part, contribution in state.plan.pushes(one.me, two.me):
-                    two.accept(one.me, one.push_frame(part, contribution))
+                for part in state.plan.pushes(one.me, two.me):
+                    two.accept(one.me, one.push_frame(part))
             for index, part in state.wanted.items():
                 if part.reducer == other.me:
                     result = other.result_frame(index, state.me)

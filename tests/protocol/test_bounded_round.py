@@ -7,9 +7,9 @@ import pytest
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.averaging.clipping import MAX_ROUNDS_APART
 from spes_swarm.protocol.bitmap import bitmap
 from spes_swarm.protocol.rounds import round_faults
-from spes_swarm.protocol.rounds.clipping import MAX_ROUNDS_APART
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import BlockPlan, Form, make_plan
 from spes_swarm.protocol.rounds.result_bounds import excessive_results
@@ -30,7 +30,7 @@ from tests.helpers.bounded_rounds import (
     train,
     trained,
 )
-from tests.helpers.rounds import BOUNDED, FakePeer, form, hold_round, small_layout
+from tests.helpers.rounds import BOUNDED, KEY, FakePeer, form, hold_round, small_layout
 
 
 @pytest.mark.parametrize("loud", [3 * STEP, 0.9, 300.0])
@@ -164,13 +164,13 @@ def test_more_than_was_stated_is_refused() -> None:
     train(peers)
     plan, states = states_of(peers)
     add_noise(peers[HOSTILE], 5 * STEP)  # after the statement
-    kinds = [refusal(states[0], states[HOSTILE].push_frame(part, c)) for part, c in plan.pushes(HOSTILE, 0)]
+    kinds = [refusal(states[0], states[HOSTILE].push_frame(part)) for part in plan.pushes(HOSTILE, 0)]
     assert set(kinds) <= {"", "norm"}
     assert kinds.count("norm") > kinds.count("")
     assert HOSTILE in states[0].refused
     # An honest one passes, all of it.
-    for part, contribution in plan.pushes(1, 0):
-        states[0].accept(1, states[1].push_frame(part, contribution))
+    for part in plan.pushes(1, 0):
+        states[0].accept(1, states[1].push_frame(part))
 
 
 def test_a_statement_of_any_length_is_dealt_with() -> None:
@@ -180,8 +180,8 @@ def test_a_statement_of_any_length_is_dealt_with() -> None:
     peers[HOSTILE].live_N *= np.float32(1e31)
     plan, states = states_of(peers)
     assert plan.blocks[0].contributions[HOSTILE].stated_rms == MAX_RMS
-    for part, contribution in plan.pushes(HOSTILE, 0):
-        assert refusal(states[0], states[HOSTILE].push_frame(part, contribution)) in ("norm", "nonfinite")
+    for part in plan.pushes(HOSTILE, 0):
+        assert refusal(states[0], states[HOSTILE].push_frame(part)) in ("norm", "nonfinite")
 
 
 @pytest.mark.parametrize("length", [0.9, 10.0])
@@ -270,11 +270,11 @@ def accepted_from_afar(last_commit: int | None, apart: float = 1.0) -> list[tupl
     if last_commit is not None:
         met.committed(last_commit, [(states[0].group.members[HOSTILE].peer_id, 1.0)], set())
     state = RoundState(
-        states[0].group, plan, 0, peers[0].reference, peers[0].live_N, states[0].codec, BOUNDED, tracks=met
+        states[0].group, plan, 0, peers[0].reference, peers[0].live_N, states[0].codec, BOUNDED, KEY, tracks=met
     )
     counted = []
-    for part, contribution in plan.pushes(HOSTILE, 0):
-        state.accept(HOSTILE, states[HOSTILE].push_frame(part, contribution))
+    for part in plan.pushes(HOSTILE, 0):
+        state.accept(HOSTILE, states[HOSTILE].push_frame(part))
         where = slice(part.start, part.start + part.size)
         sent_N = peers[HOSTILE].live_N[where] - peers[0].reference.values_N[where]
         differences = state._accumulators[part.index].differences if part.index in state._accumulators else {}

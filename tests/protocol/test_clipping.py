@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_swarm.protocol.averaging.agreement import MAX_DEVIATION, Agreement
-from spes_swarm.protocol.rounds.clipping import (
+from spes_swarm.protocol.averaging.clipping import (
     FREE_DEVIATION,
     MAX_PART_RATIO,
     MAX_SHARE_RATIO,

@@ -20,7 +20,7 @@ from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
-from tests.helpers.rounds import UNBOUNDED, FakePeer, form, hold_round, peer, small_layout
+from tests.helpers.rounds import KEY, UNBOUNDED, FakePeer, form, hold_round, peer, small_layout
 
 HOSTILE = 2  # index of the hostile member among three
 LOSSY = ("fp16", "int8", "int4")
@@ -101,7 +101,7 @@ def three_peers(codec: str = "fp16") -> tuple[list[FakePeer], Plan, list[RoundSt
     group = form(peers, 1)
     plan = make_plan(group, layout, 64)
     states = [
-        RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), UNBOUNDED) for i, p in enumerate(peers)
+        RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), UNBOUNDED, KEY) for i, p in enumerate(peers)
     ]
     return peers, plan, states
 
@@ -111,8 +111,8 @@ def finish(plan: Plan, states: list[RoundState], *, hostile_results: Callable[[i
     honest = [s for s in states if s.me != HOSTILE]
     for sender in honest:
         for target in honest:
-            for part, contribution in plan.pushes(sender.me, target.me):
-                target.accept(sender.me, sender.push_frame(part, contribution))
+            for part in plan.pushes(sender.me, target.me):
+                target.accept(sender.me, sender.push_frame(part))
     for target in honest:
         target.give_up(HOSTILE)
         assert not target.outstanding()
@@ -169,15 +169,15 @@ def test_a_bad_contribution_is_refused_and_the_part_completes_without_it(name: s
     peers, plan, states = three_peers(codec)
     num_sent = 0
     for target in states[:HOSTILE]:
-        for part, contribution in plan.pushes(HOSTILE, target.me):
+        for part in plan.pushes(HOSTILE, target.me):
             with pytest.raises(ProtocolError) as caught:
-                target.accept(HOSTILE, spoil(states[HOSTILE].push_frame(part, contribution), codec))
+                target.accept(HOSTILE, spoil(states[HOSTILE].push_frame(part), codec))
             assert caught.value.kind == kind
             num_sent += 1
             if kind != "part":  # its word for this part is spent: the right frame comes too late
                 assert HOSTILE not in target._accumulators[part.index].outstanding
                 with pytest.raises(ProtocolError, match="duplicate"):
-                    target.accept(HOSTILE, states[HOSTILE].push_frame(part, contribution))
+                    target.accept(HOSTILE, states[HOSTILE].push_frame(part))
     assert num_sent
     finish(plan, states, hostile_results=drop)
     assert_honest_outcome(peers, codec)
@@ -187,8 +187,8 @@ def test_a_bad_contribution_is_refused_and_the_part_completes_without_it(name: s
 
 def test_contributions_to_others_parts_or_experts_are_refused() -> None:
     peers, plan, states = three_peers()
-    template = states[HOSTILE].push_frame(*plan.pushes(HOSTILE, 0)[0])
-    mine = {part.index for part, _ in plan.pushes(HOSTILE, 0)}
+    template = states[HOSTILE].push_frame(plan.pushes(HOSTILE, 0)[0])
+    mine = {part.index for part in plan.pushes(HOSTILE, 0)}
     for part in plan.parts:
         if part.index in mine:
             continue
@@ -204,8 +204,8 @@ def test_contributions_to_others_parts_or_experts_are_refused() -> None:
 
 def test_a_contribution_counts_once() -> None:
     _, plan, states = three_peers()
-    part, contribution = plan.pushes(HOSTILE, 0)[0]
-    frame = states[HOSTILE].push_frame(part, contribution)
+    part = plan.pushes(HOSTILE, 0)[0]
+    frame = states[HOSTILE].push_frame(part)
     states[0].accept(HOSTILE, frame)
     with pytest.raises(ProtocolError, match="duplicate"):
         states[0].accept(HOSTILE, frame)
@@ -227,8 +227,8 @@ def test_a_bad_result_is_refused_and_counts_as_missing(name: str, codec: str) ->
         refused += 1
 
     for sender in states[:HOSTILE]:  # the hostile reducer has averaged properly, and only then lies
-        for part, contribution in plan.pushes(sender.me, HOSTILE):
-            states[HOSTILE].accept(sender.me, sender.push_frame(part, contribution))
+        for part in plan.pushes(sender.me, HOSTILE):
+            states[HOSTILE].accept(sender.me, sender.push_frame(part))
     finish(plan, states, hostile_results=results)
     assert refused
     assert_honest_outcome(peers, codec)
@@ -252,13 +252,13 @@ def test_a_peer_whose_own_weights_are_nan_spoils_nothing(codec: str) -> None:
     peers[HOSTILE].live_N[:] = math.nan
     group = form(peers, 1)
     states = [
-        RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), UNBOUNDED) for i, p in enumerate(peers)
+        RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), UNBOUNDED, KEY) for i, p in enumerate(peers)
     ]
     assert {error.kind for error in states[HOSTILE].own_faults} == {"norm"}
     for sender in states:
         for target in states:
-            for part, contribution in plan.pushes(sender.me, target.me):
-                frame = sender.push_frame(part, contribution)
+            for part in plan.pushes(sender.me, target.me):
+                frame = sender.push_frame(part)
                 if sender.me != HOSTILE:
                     target.accept(sender.me, frame)
                 else:
@@ -285,8 +285,8 @@ def test_different_results_for_different_members_heal_in_the_next_round(codec: s
         states[receiver].store_result(dataclasses.replace(frame, payload=get_codec(codec).encode(lie_N)))
 
     for sender in states[:HOSTILE]:
-        for part, contribution in plan.pushes(sender.me, HOSTILE):
-            states[HOSTILE].accept(sender.me, sender.push_frame(part, contribution))
+        for part in plan.pushes(sender.me, HOSTILE):
+            states[HOSTILE].accept(sender.me, sender.push_frame(part))
     finish(plan, states, hostile_results=results)
     honest = peers[:HOSTILE]
     assert len({p.reference.digest for p in honest}) == 2
@@ -362,7 +362,7 @@ def test_a_full_contribution_that_overflows_is_refused() -> None:
     peers[HOSTILE].reference.finish(1, [(0, 1)])
     group = form(peers, 2)
     plan = make_plan(group, peers[0].reference.layout, 64)
-    state = RoundState(group, plan, 0, peers[0].reference, peers[0].live_N, CODEC, UNBOUNDED)
+    state = RoundState(group, plan, 0, peers[0].reference, peers[0].live_N, CODEC, UNBOUNDED, KEY)
     part, contribution = next((p, c) for p, c in plan.pushes(HOSTILE, 0) if c.form is Form.FULL)
     state.reference.values_N[part.start : part.start + part.size] = -3e38
     payload = EXACT.encode(np.full(part.size, 3e38, np.float32))

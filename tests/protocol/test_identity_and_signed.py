@@ -27,10 +27,10 @@ from spes_swarm.base.errors import ProtocolError, UserError
 from spes_swarm.protocol.consensus.lineage import MARK_BYTES
 from spes_swarm.protocol.members.identity import Identity, verify
 from spes_swarm.protocol.members.signed import SignedModel, seal, unseal
-from spes_swarm.protocol.rounds.statement import Statement, form_group, open_statement, seal_statement
+from spes_swarm.protocol.rounds.statement import Statement, form_group, open_statement
 from spes_swarm.protocol.rounds.vouchers import MAX_VOUCHED, VOUCHER_BYTES
 from spes_swarm.protocol.version import check_version
-from tests.helpers.rounds import identity
+from tests.helpers.rounds import identity, sign_statement
 from tests.helpers.small_disk import mounted_disk
 
 RUN = "run-1"
@@ -417,6 +417,7 @@ def statement(**changes: Any) -> Statement:
         "fixed": False,
         "leaving": False,
         "leased": b"\0",
+        "certificate": b"",
     }
     return Statement(**{**fields, **changes})
 
@@ -466,9 +467,9 @@ def test_a_statement_that_contradicts_itself_is_refused(changes: dict[str, Any])
 
 
 def test_a_statement_is_for_one_run_round_and_model() -> None:
-    data = seal_statement(identity(0), RUN, statement())
+    data = sign_statement(identity(0), RUN, statement())
     member = open_statement(data, RUN, 3, NUM_BLOCKS)
-    assert (member.peer_id, member.statement) == (identity(0).peer_id, statement())
+    assert (member.peer_id, member.statement.tokens) == (identity(0).peer_id, statement().tokens)
     refused("signature", lambda: open_statement(data, "run-2", 3, NUM_BLOCKS))
     refused("round", lambda: open_statement(data, RUN, 4, NUM_BLOCKS))
     refused("shape", lambda: open_statement(data, RUN, 3, NUM_BLOCKS + 1))
@@ -476,8 +477,8 @@ def test_a_statement_is_for_one_run_round_and_model() -> None:
 
 @pytest.mark.slow
 def test_a_group_is_the_same_in_whatever_order_it_was_gathered() -> None:
-    sealed = [seal_statement(identity(i), RUN, statement(tokens=i)) for i in range(3)]
-    groups = [form_group(RUN, 3, order, NUM_BLOCKS) for order in permutations(sealed)]
+    gathered = [sign_statement(identity(i), RUN, statement(tokens=i)) for i in range(3)]
+    groups = [form_group(RUN, 3, order, NUM_BLOCKS) for order in permutations(gathered)]
     assert len({group.id for group in groups}) == 1
     for group in groups:
         assert [m.peer_id for m in group.members] == sorted(identity(i).peer_id for i in range(3))
@@ -486,14 +487,14 @@ def test_a_group_is_the_same_in_whatever_order_it_was_gathered() -> None:
 
 
 def test_every_group_has_a_name_of_its_own() -> None:
-    one, two, other = (seal_statement(identity(i), RUN, statement(tokens=t)) for i, t in ((0, 1), (1, 1), (1, 2)))
-    ids = [form_group(RUN, 3, sealed, NUM_BLOCKS).id for sealed in ([one], [two], [one, two], [one, other])]
+    one, two, other = (sign_statement(identity(i), RUN, statement(tokens=t)) for i, t in ((0, 1), (1, 1), (1, 2)))
+    ids = [form_group(RUN, 3, gathered, NUM_BLOCKS).id for gathered in ([one], [two], [one, two], [one, other])]
     assert len(set(ids)) == 4
 
 
 def test_a_peer_is_in_a_group_once() -> None:
-    sealed = [seal_statement(identity(0), RUN, statement(tokens=t)) for t in (1, 2)]
-    refused("duplicate", lambda: form_group(RUN, 3, sealed, NUM_BLOCKS))
+    gathered = [sign_statement(identity(0), RUN, statement(tokens=t)) for t in (1, 2)]
+    refused("duplicate", lambda: form_group(RUN, 3, gathered, NUM_BLOCKS))
 
 
 def test_a_full_disk_leaves_no_part_of_an_identity(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spes_swarm.protocol.averaging.clipping import MAX_WEIGHT_RATIO
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.protocol.consensus.lineage import Lineage
-from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
 from spes_swarm.protocol.rounds.plan import (
     MIN_PART_ELEMENTS,
     BlockPlan,
@@ -152,7 +152,7 @@ def test_pushes_and_results_are_what_the_parts_need(given_group: tuple[Layout, G
     plan = make_plan(of, layout, MAX_PART)
     members = range(len(of.members))
     pushed = {
-        (part.index, sender) for sender in members for reducer in members for part, _ in plan.pushes(sender, reducer)
+        (part.index, sender) for sender in members for reducer in members for part in plan.pushes(sender, reducer)
     }
     needed = {(p.index, i) for p in plan.parts for i in contributors(plan, p.block) if i != p.reducer}
     assert pushed == needed

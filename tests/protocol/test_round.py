@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_swarm.model.merge import merged_slots
+from spes_swarm.protocol.averaging.clipping import MAX_WEIGHT_RATIO
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import Reference
-from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
 from spes_swarm.protocol.rounds.plan import make_plan
 from tests.helpers.rounds import FakePeer, form, hold_round, peer, small_layout
 

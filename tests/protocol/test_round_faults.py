@@ -10,7 +10,7 @@ from spes_swarm.protocol.rounds.plan import Form, Plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.track_record import NUM_FIRST_COMMITS, TrackRecords
 from tests.helpers.bounded_rounds import HOLDINGS, HOSTILE, LARGE, STEP, add_noise, states_of, swarm, train
-from tests.helpers.rounds import BOUNDED, hold_round
+from tests.helpers.rounds import BOUNDED, KEY, hold_round
 
 
 def named(plan: Plan, left: dict[int, float], new: set[int] | None = None) -> list[int]:
@@ -39,11 +39,11 @@ def test_a_member_is_named_for_pulling_aside_in_the_second_round_of_it() -> None
             add_noise(peers[HOSTILE], STEP)  # of the usual length, and in no direction that the others know
         plan, states = states_of(peers)
         state = RoundState(
-            states[0].group, plan, 0, peers[0].reference, peers[0].live_N, states[0].codec, BOUNDED, tracks=met
+            states[0].group, plan, 0, peers[0].reference, peers[0].live_N, states[0].codec, BOUNDED, KEY, tracks=met
         )
         for sender in states[1:]:
-            for part, contribution in plan.pushes(sender.me, 0):
-                state.accept(sender.me, sender.push_frame(part, contribution))
+            for part in plan.pushes(sender.me, 0):
+                state.accept(sender.me, sender.push_frame(part))
         if number == NUM_FIRST_COMMITS:
             assert (
                 round_faults.MATERIAL_DEVIATION / 2 < state.deviations_left()[HOSTILE] < round_faults.MATERIAL_DEVIATION

@@ -18,7 +18,7 @@ from spes_swarm.protocol.rounds.outcome import Bounds
 from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.track_record import TrackRecords
-from tests.helpers.rounds import BOUNDED, UNBOUNDED, FakePeer, form, peer, small_layout
+from tests.helpers.rounds import BOUNDED, KEY, UNBOUNDED, FakePeer, form, peer, small_layout
 from tests.helpers.swarm import TINY_RUN, merged
 
 LAYOUT = small_layout(3)
@@ -44,14 +44,14 @@ def begun(
     group = form(peers, number)
     plan = make_plan(group, LAYOUT, 32, clip=clip)
     codec = get_codec("fp32")
-    return plan, [RoundState(group, plan, i, p.reference, p.live_N, codec, bounds) for i, p in enumerate(peers)]
+    return plan, [RoundState(group, plan, i, p.reference, p.live_N, codec, bounds, KEY) for i, p in enumerate(peers)]
 
 
 def contribute(plan: Plan, states: list[RoundState]) -> None:
     for sender in states:
         for target in states:
-            for part, contribution in plan.pushes(sender.me, target.me):
-                target.accept(sender.me, sender.push_frame(part, contribution))
+            for part in plan.pushes(sender.me, target.me):
+                target.accept(sender.me, sender.push_frame(part))
 
 
 def distribute(states: list[RoundState]) -> None:
@@ -97,7 +97,7 @@ def test_what_came_is_counted() -> None:
     completions: list[int] = []
     state.on_reduced = lambda: completions.append(state.reduced[-1])
     reduced = list(state.reduced)
-    frames = [sender.push_frame(*what) for what in plan.pushes(1, 0)]
+    frames = [sender.push_frame(what) for what in plan.pushes(1, 0)]
     assert all(frame.kind is FrameKind.DATA and frame.extra == b"" for frame in frames)
     for frame in frames:
         state.accept(1, frame)
@@ -175,8 +175,8 @@ def test_work_that_was_left_out_is_carried_over_to_wherever_the_reference_goes()
     old_N, live_N = peers[2].reference.values_N.copy(), peers[2].live_N.copy()
     for sender in states[:2]:
         for target in states:
-            for part, contribution in plan.pushes(sender.me, target.me):
-                target.accept(sender.me, sender.push_frame(part, contribution))
+            for part in plan.pushes(sender.me, target.me):
+                target.accept(sender.me, sender.push_frame(part))
     for target in states[:2]:
         target.give_up(2)
     distribute(states)
@@ -194,8 +194,8 @@ def test_work_that_was_left_out_is_carried_over_to_wherever_the_reference_goes()
 
 def test_a_refused_contribution_names_the_part_and_what_is_wrong_with_it() -> None:
     plan, states = begun(trained_peers())
-    (part, contribution), *_ = plan.pushes(1, 0)
-    frame = states[1].push_frame(part, contribution)
+    part, *_ = plan.pushes(1, 0)
+    frame = states[1].push_frame(part)
     others = next(p for p in plan.parts if p.reducer == 1)
     for wrong, kind, text in (
         (dataclasses.replace(frame, part=others.index), "part", f"part {others.index} is not reduced here"),
@@ -223,8 +223,8 @@ def test_the_first_part_is_a_part_like_any_other() -> None:
     plan, states = begun(trained_peers())
     reducer = plan.parts[0].reducer
     sender = next(i for i in range(3) if i != reducer)
-    part, contribution = next(push for push in plan.pushes(sender, reducer) if push[0].index == 0)
-    states[reducer].accept(sender, states[sender].push_frame(part, contribution))
+    part = next(push for push in plan.pushes(sender, reducer) if push.index == 0)
+    states[reducer].accept(sender, states[sender].push_frame(part))
     assert sender not in states[reducer]._accumulators[0].outstanding
 
 
@@ -261,10 +261,10 @@ def lengthened(factor: float, num_parts: int | None = None) -> tuple[int, int]:
         num_parts: so many are; all by default.
     """
     plan, states = begun(trained_peers(), BOUNDED, clip=1.5)
-    pushes = [push for push in plan.pushes(1, 0) if push[0].block == 0]
+    pushes = [push for push in plan.pushes(1, 0) if push.block == 0]
     accepted = 0
-    for i, (part, contribution) in enumerate(pushes):
-        frame = states[1].push_frame(part, contribution)
+    for i, part in enumerate(pushes):
+        frame = states[1].push_frame(part)
         if num_parts is None or i < num_parts:
             values_N = factor * get_codec("fp32").decode(frame.payload, part.size)
             frame = dataclasses.replace(frame, payload=get_codec("fp32").encode(values_N))
@@ -296,14 +296,13 @@ def test_full_values_are_not_bounded_in_a_run_without_bounds() -> None:
     peers[2].live_N[:] = peers[2].reference.values_N
     for bounds, clip, shortest, longest in ((UNBOUNDED, 0.0, 4.5, 5.5), (BOUNDED, 1.5, 0.0, 0.5)):
         plan, states = begun(peers, bounds, number=2, clip=clip)
-        pushes = [push for push in plan.pushes(2, 0) if push[0].block == 0]
+        pushes = [push for push in plan.pushes(2, 0) if push.block == 0]
         assert pushes
-        for part, contribution in pushes:
+        for part in pushes:
             assert contribution.form is Form.FULL
-            states[0].accept(2, states[2].push_frame(part, contribution))
+            states[0].accept(2, states[2].push_frame(part))
         lengths = [
-            math.sqrt(float(np.mean(np.square(states[0]._accumulators[part.index].differences[2]))))
-            for part, _ in pushes
+            math.sqrt(float(np.mean(np.square(states[0]._accumulators[part.index].differences[2])))) for part in pushes
         ]
         assert shortest < min(lengths)
         assert max(lengths) < longest
@@ -336,6 +335,6 @@ def test_frames_that_are_no_results_are_left_out_of_the_count() -> None:
     for _ in range(2):  # the second time it is here already
         states[0].store_result(frame)
     received = states[0].payload_bytes_received
-    assert received == sum(len(states[s].push_frame(*p).payload) for s in (1, 2) for p in plan.pushes(s, 0)) + len(
+    assert received == sum(len(states[s].push_frame(p).payload) for s in (1, 2) for p in plan.pushes(s, 0)) + len(
         frame.payload
     )

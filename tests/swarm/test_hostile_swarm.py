@@ -30,10 +30,10 @@ from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease
 from spes_swarm.protocol.members.signed import seal
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
-from spes_swarm.protocol.rounds.statement import Statement, seal_statement
+from spes_swarm.protocol.rounds.statement import Statement
 from tests.helpers import hostile_peer
 from tests.helpers.hostile_peer import MODES, joined
-from tests.helpers.rounds import identity
+from tests.helpers.rounds import identity, sign_statement
 from tests.helpers.swarm import equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
@@ -117,6 +117,7 @@ class Stranger:
             fixed=False,
             leaving=False,
             leased=bytes(num_bitmap_bytes(num_blocks - 1)),
+            certificate=b"",
         )
 
 
@@ -220,19 +221,19 @@ async def attack_calls(stranger: Stranger, other: Identity) -> None:
             assert answer.keys() <= {"over", "group", "leader"}
 
     def tampered(number: int) -> bytes:
-        version, payload, *rest = msgpack.unpackb(seal_statement(stranger.own, run, stranger.statement(number)))
+        version, payload, *rest = msgpack.unpackb(sign_statement(stranger.own, run, stranger.statement(number)))
         return bytes(msgpack.packb([version, payload + b"\0", *rest], use_bin_type=True))
 
     def borrowed_key(number: int) -> bytes:
-        *rest, _, signature = msgpack.unpackb(seal_statement(stranger.own, run, stranger.statement(number)))
+        *rest, _, signature = msgpack.unpackb(sign_statement(stranger.own, run, stranger.statement(number)))
         return bytes(msgpack.packb([*rest, other.public_key_der, signature], use_bin_type=True))
 
-    assert "sender" in await gather(lambda n: seal_statement(other, run, stranger.statement(n)))
+    assert "sender" in await gather(lambda n: sign_statement(other, run, stranger.statement(n)))
     assert "signature" in await gather(tampered)
     assert "signature" in await gather(borrowed_key)
-    assert "signature" in await gather(lambda n: seal_statement(stranger.own, "other-run", stranger.statement(n)))
-    assert "shape" in await gather(lambda n: seal_statement(stranger.own, run, stranger.statement(n, 3)))
-    assert "round" in await gather(lambda n: seal_statement(stranger.own, run, stranger.statement(n - 1)))
+    assert "signature" in await gather(lambda n: sign_statement(stranger.own, "other-run", stranger.statement(n)))
+    assert "shape" in await gather(lambda n: sign_statement(stranger.own, run, stranger.statement(n, 3)))
+    assert "round" in await gather(lambda n: sign_statement(stranger.own, run, stranger.statement(n - 1)))
     assert "malformed" in await gather(lambda n: 7)
     for kind in ("sender", "signature", "shape"):
         await stranger.expect(kind)

@@ -38,7 +38,7 @@ _LOGGER = logging.getLogger(__name__)
 STREAM_ERRORS = (OSError, EOFError, asyncio.TimeoutError)
 
 _HEADER = struct.Struct("<BBHIdI")  # kind, form, extra bytes, part, weight, payload bytes
-MAX_EXTRA_BYTES = 4096
+MAX_EXTRA_BYTES = 1 << 15  # what goes along with a result: about a hundred bytes for each member
 # An honest peer has one stream of each kind open, two or three while an old one is closing.
 MAX_STREAMS_PER_PEER = 8
 # Of one kind, from all peers together: each stream costs a file descriptor.

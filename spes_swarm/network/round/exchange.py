@@ -26,18 +26,18 @@ from spes_swarm.network.diagnosis import exchange_lines
 from spes_swarm.network.link.rpc import RemoteError, Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
 from spes_swarm.network.round.deadlines import Deadlines, ExchangeLimits, Timing, answers_within
+from spes_swarm.protocol.averaging.commitments import Commitment
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.rounds import conduct, round_faults
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.outcome import CommitReport
-from spes_swarm.protocol.rounds.plan import Contribution, Part
+from spes_swarm.protocol.rounds.plan import Part
 from spes_swarm.protocol.rounds.round_state import RoundState
 
 _MAX_PUSH_HELLO_BYTES = 1024
 _MAX_PULL_HELLO_BYTES = 2 << 20
 _GROUP_ID_BYTES = 32
-_GOLDEN_RATIO = (1 + math.sqrt(5)) / 2  # its multiples spread evenly between whole numbers
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -149,7 +149,7 @@ class Exchange:
         deadlines, latest = self.deadlines(state), Deadlines.configured(self._limits)
         plan, me = state.plan, state.me
         reducers = sorted({part.reducer for part in plan.parts} - {me})
-        senders: dict[int, list[tuple[Part, Contribution]]] = {r: plan.pushes(me, r) for r in reducers}
+        senders = {r: [part for part, _ in state.contributions.to(r)] for r in reducers}
         sources: dict[int, set[int]] = {r: set() for r in reducers}
         for part in state.wanted.values():
             if part.reducer != me:
@@ -195,15 +195,8 @@ class Exchange:
                 for reducer in late:
                     self._end_streams(reducer)
 
-    async def _push(
-        self, state: RoundState, reducer: int, parts: list[tuple[Part, Contribution]], deadline: float
-    ) -> None:
-        """Sends this member's contributions to one reducer. If it is gone, its results are left to `_repair`.
-
-        Each round begins with another part, the same at all members: if time is short, it is not always the same parts
-        that come too late.
-        """
-        first = int(state.plan.round * _GOLDEN_RATIO % 1 * len(parts))
+    async def _push(self, state: RoundState, reducer: int, parts: list[Part], deadline: float) -> None:
+        """Sends this member's contributions to one reducer. If it is gone, its results are left to `_repair`."""
         peer_id = state.group.members[reducer].peer_id
         try:
             async with (
@@ -211,8 +204,8 @@ class Exchange:
                 open_channel(self._p2p, peer_id, self._push_name, self._limits.stall_timeout_s) as channel,
             ):
                 await channel.send_hello(group=state.group.id)
-                for part, contribution in parts[first:] + parts[:first]:
-                    frame = state.push_frame(part, contribution)
+                for part in parts:
+                    frame = state.push_frame(part)
                     await channel.send(frame)
                     state.payload_bytes_sent += len(frame.payload)
                 await channel.end()
@@ -227,7 +220,7 @@ class Exchange:
     ) -> None:
         """Fetches results from one member until it has sent all that are wanted, or fails."""
         peer_id = state.group.members[source].peer_id
-        remaining, timing = set(wanted), self._timing
+        remaining, timing, roots = set(wanted), self._timing, list[Commitment]()
         max_bytes = _max_payload(state, max(state.plan.parts[i].size for i in wanted))
         try:
             async with (
@@ -250,7 +243,7 @@ class Exchange:
                         if frame.part not in remaining:
                             raise ProtocolError("part", f"result {frame.part} is not this reducer's, or came twice")
                         remaining.discard(frame.part)
-                        state.store_result(frame)
+                        state.store_result(frame, roots)
         except ProtocolError as exc:
             self.on_fault(peer_id, exc)
         except STREAM_ERRORS as exc:
@@ -412,7 +405,7 @@ class Exchange:
     async def _serve_push(self, channel: Channel) -> None:
         hello = await channel.receive_hello(_MAX_PUSH_HELLO_BYTES)
         state, member = await self._find_round(hello.get("group"), channel.peer_id)
-        owed = [part for part, _ in state.plan.pushes(member, state.me)]
+        owed = state.plan.pushes(member, state.me)
         max_bytes = _max_payload(state, max((part.size for part in owed), default=0))
         num_frames, timing = 0, self._timing
         try:
@@ -444,8 +437,9 @@ class Exchange:
         if not isinstance(listed, bytes) or len(listed) % 4:
             raise ProtocolError("malformed", "a pull lists its parts as 32-bit numbers")
         if listed:
+            sent = dict[Commitment, int]()
             for index in np.unique(np.frombuffer(listed, dtype="<u4")).tolist():
-                await self._send_result(state, channel, index, member)
+                await self._send_result(state, channel, index, member, sent)
             await channel.send(Frame(FrameKind.END))
         else:
             try:
@@ -458,7 +452,7 @@ class Exchange:
                 self._served.notify()
 
     async def _stream_reduced(self, state: RoundState, member: int, channel: Channel) -> None:
-        position = 0
+        position, sent = 0, dict[Commitment, int]()
         while position < state.num_to_reduce and state is self._round:
             if position == len(state.reduced):
                 if not await self._reduced.wait(self._limits.stall_timeout_s / 4):
@@ -467,11 +461,13 @@ class Exchange:
             index = state.reduced[position]
             position += 1
             if state.plan.block_of(state.plan.parts[index]).receives(member):
-                await self._send_result(state, channel, index, member)
+                await self._send_result(state, channel, index, member, sent)
 
-    async def _send_result(self, state: RoundState, channel: Channel, index: int, member: int) -> None:
+    async def _send_result(
+        self, state: RoundState, channel: Channel, index: int, member: int, sent: dict[Commitment, int]
+    ) -> None:
         """Sends a result, if this peer holds it in a form that the member can use."""
-        frame = state.result_frame(index, member)
+        frame = state.result_frame(index, member, sent)
         if frame is None:
             return
         if state is not self._round:

@@ -121,6 +121,7 @@ class SyncRounds:
             run.tracks,
             bandwidth_mbps=run.settings.bandwidth_mbps,
             reachable=self.rendezvous.reachable,
+            certificate=run.certificate,
             before=run.previous.digest(run.reference),
             admission=run.settings.admission,
         )
@@ -140,6 +141,7 @@ class SyncRounds:
             run.contribution_N,
             self._codec,
             self._bounds,
+            run.key,
             run.tracks,
             self._result_codec,
             run.previous,

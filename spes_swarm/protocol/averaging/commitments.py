@@ -58,10 +58,14 @@ class SigningKey:
         """Makes a new key."""
         return cls(Ed25519PrivateKey.generate())
 
+    @property
+    def public(self) -> bytes:
+        """The public key."""
+        return self.private.public_key().public_bytes_raw()
+
     def certificate(self, identity: Identity, run_id: str) -> bytes:
         """The public key, and the identity's signature that it is its own in this run."""
-        public = self.private.public_key().public_bytes_raw()
-        return public + identity.sign(_certified(run_id, public))
+        return self.public + identity.sign(_certified(run_id, self.public))
 
     def commit(self, kind: bytes, exchange: Exchange, leaves: Sequence[bytes]) -> list[Opening]:
         """Signs leaves, at most MAX_BATCH; returns the opening of each."""

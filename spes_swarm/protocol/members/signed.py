@@ -38,6 +38,11 @@ def seal(identity: Identity, kind: str, run_id: str, message: SignedModel) -> by
     return bytes(msgpack.packb([PROTOCOL, payload, identity.public_key_der, signature], use_bin_type=True))
 
 
+def writer_key(data: bytes) -> bytes:
+    """The public key of a message that `unseal` has accepted, in DER."""
+    return bytes(unpack(data)[2])
+
+
 def unseal(data: bytes, kind: str, run_id: str, schema: type[Model]) -> tuple[str, Model]:
     """Verifies a message and returns (peer id of its writer, message).
 

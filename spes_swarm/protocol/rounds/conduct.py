@@ -37,7 +37,7 @@ _NOISE_S = 0.25  # times that are shorter say more about the other processes of 
 _LATE_FACTOR = 2.0  # see `limit_s`
 _PACES = 3  # the usual pace is the median of so many exchanges: one that is slow for a reason changes it at once
 # Faults that are held against a peer. A stream that could not be opened is not: it may be this peer's line.
-FAULTS = frozenset({"lost", "missing", "clipped", "norm", "weight", "form", "part", "shape", "malformed"})
+FAULTS = frozenset({"lost", "missing", "clipped", "norm", "weight", "form", "part", "shape", "malformed", "signature"})
 
 
 @dataclass(frozen=True, slots=True)

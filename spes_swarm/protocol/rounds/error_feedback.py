@@ -3,8 +3,8 @@
 There is no buffer that outlives a round. A residual is part of the live weights: it is in the checkpoint, and it is
 gone when the block is reset to the reference.
 
-A contributor takes back the rounding error of its own difference. The reducer of a part adds its own difference exactly
-and takes back the rounding error of the result instead. A sole contributor keeps its live weights, which have all of
+A contributor takes back the rounding error of its own difference. The reducer of a part takes back that of the result,
+too. A sole contributor keeps its live weights, which have all of
 it.
 
 Shapes: N elements of one part.
@@ -48,7 +48,9 @@ class ErrorFeedback:
 
     def residual(self, part: int, own_difference_N: FloatArray) -> FloatArray | None:
         """What goes back into this member's live weights once its difference is in a committed result."""
+        residual_N = self._of_results.get(part)
         if part in self._sent:
             codec, payload = self._sent[part]
-            return own_difference_N - codec.decode(payload, len(own_difference_N))
-        return self._of_results.get(part)
+            error_N = own_difference_N - codec.decode(payload, len(own_difference_N))
+            return error_N if residual_N is None else error_N + residual_N
+        return residual_N

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from spes_swarm.protocol.averaging.signed_result import SignedResult
 from spes_swarm.protocol.rounds.plan import Form
 
 
@@ -28,6 +29,7 @@ class Result:
     data: bytes
     included: frozenset[int]  # members whose contribution is in it
     energy: float = 0.0  # sum of squares of its difference to the base, if this peer holds the base
+    signed: SignedResult | None = None  # by its reducer; None if it is not a difference, or not signed yet
 
 
 @dataclass(frozen=True)

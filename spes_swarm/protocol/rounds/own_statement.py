@@ -43,6 +43,7 @@ def make_statement(
     *,
     bandwidth_mbps: float,
     reachable: bool,
+    certificate: bytes,
     before: bytes = b"",
     admission: bytes = b"",
 ) -> Statement:
@@ -69,6 +70,7 @@ def make_statement(
         fixed=leases.fixed,
         leaving=work.leaving,
         leased=leases.leased_bitmap,
+        certificate=certificate,
         admission=admission,
     )
 

@@ -20,9 +20,7 @@ from enum import IntEnum
 from functools import cached_property
 from statistics import median_low
 
-from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
-from spes_swarm.protocol.consensus.lineage import Lineage
-from spes_swarm.protocol.rounds.clipping import (
+from spes_swarm.protocol.averaging.clipping import (
     USUAL_SHARE,
     Stated,
     believed_tokens,
@@ -31,6 +29,8 @@ from spes_swarm.protocol.rounds.clipping import (
     scale,
     usual_rms,
 )
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
+from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.rounds.statement import Group, Member
 from spes_swarm.protocol.rounds.taking_back import Return, choose_return
 from spes_swarm.protocol.rounds.vouchers import (
@@ -158,17 +158,19 @@ class Plan:
         """The plan of the part's block."""
         return self.blocks[part.block]
 
-    def pushes(self, sender: int, reducer: int) -> list[tuple[Part, Contribution]]:
-        """The parts that `sender` pushes to `reducer`, in order."""
-        if sender == reducer:
-            return []
+    def contributed(self, member: int, reducer: int) -> list[tuple[Part, Contribution]]:
+        """The parts with a reducer to which a member contributes, in order."""
         return [
             (part, contribution)
             for part in self.parts
             if part.reducer == reducer
             for contribution in self.block_of(part).contributions
-            if contribution.member == sender
+            if contribution.member == member
         ]
+
+    def pushes(self, sender: int, reducer: int) -> list[Part]:
+        """The parts that `sender` pushes to `reducer`, in order."""
+        return [part for part, _ in self.contributed(sender, reducer)] if sender != reducer else []
 
     @property
     def unites(self) -> bool:

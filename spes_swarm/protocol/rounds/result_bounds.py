@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from spes_swarm.protocol.rounds.clipping import MAX_ROUNDS_APART, EnergyBudget
+from spes_swarm.protocol.averaging.clipping import MAX_ROUNDS_APART, EnergyBudget
 from spes_swarm.protocol.rounds.plan import BlockPlan, Form, Plan
 
 

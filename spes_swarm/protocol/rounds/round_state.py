@@ -7,6 +7,7 @@ Shapes: N elements of one part.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -17,35 +18,25 @@ import numpy as np
 from spes_swarm.base.arrays import FloatArray, sum_of_squares
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
-from spes_swarm.protocol.averaging.agreement import Agreement
+from spes_swarm.protocol.averaging.clipping import MAX_ROUNDS_APART, EnergyBudget
+from spes_swarm.protocol.averaging.commitments import CONTRIBUTION, RESULT, Commitment, Opening, SigningKey
+from spes_swarm.protocol.averaging.recipe import mean
+from spes_swarm.protocol.averaging.signed_result import SignedResult, contribution_leaf, decode, encode, head_of
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT, Codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.rounds import round_faults
-from spes_swarm.protocol.rounds.clipping import FREE_DEVIATION, MAX_ROUNDS_APART, EnergyBudget
+from spes_swarm.protocol.rounds.contributions import Contributions
 from spes_swarm.protocol.rounds.error_feedback import ErrorFeedback
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.outcome import Bounds, CommitReport, Result
 from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
+from spes_swarm.protocol.rounds.reducing import Accumulator, Averaging
 from spes_swarm.protocol.rounds.result_bounds import excessive_results
 from spes_swarm.protocol.rounds.statement import Group
 from spes_swarm.protocol.rounds.taking_back import Previous, Return
 from spes_swarm.protocol.rounds.track_record import TrackRecords
-
-
-@dataclass(slots=True)
-class _Accumulator:
-    """The contributions to one part, at its reducer."""
-
-    outstanding: set[int]  # contributors that have neither delivered nor been given up
-    differences: dict[int, FloatArray] = field(default_factory=dict)  # (N,) of each that has delivered
-    weights: dict[int, float] = field(default_factory=dict)
-
-    def add(self, member: int, weight: float, difference_N: FloatArray) -> None:
-        self.differences[member] = difference_N
-        self.weights[member] = weight
-        self.outstanding.discard(member)
 
 
 @dataclass(eq=False)
@@ -59,6 +50,7 @@ class RoundState:
     live_N: FloatArray  # this member's live weights: the shared and held blocks, which alone are read and changed
     codec: Codec
     bounds: Bounds
+    key: SigningKey
     tracks: TrackRecords = field(default_factory=TrackRecords)  # this peer's record of the others
     result_codec: Codec | None = None  # of the results of parts with several contributions; None: `codec`
     previous: Previous = field(default_factory=Previous)  # what this peer keeps to take this commit back, or the last
@@ -77,43 +69,37 @@ class RoundState:
         self.payload_bytes_sent = 0
         self.payload_bytes_received = 0
         self.wanted = {part.index: part for part in plan.wanted(me)}
-        self._block_sizes: Counter[int] = Counter()  # elements of each block, and how many of them are reduced here
-        self._reduced_sizes: Counter[int] = Counter()
+        self.misquoted: list[int] = []  # parts whose results include work in this member's name that is not its own
+        self._exchange = self.group.exchange
+        ids = tuple(member.peer_id for member in self.group.members)
+        self.averaging = Averaging(plan, ids, self.codec, self.result_codec or self.codec, self.bounds.bounded)
+        self.contributions = Contributions(plan, me, self.codec, self.key, self._exchange)
+        self._ready: dict[int, dict[int, Frame]] = {}  # of the batch under way, by reducer and part
+        self._unsigned: list[tuple[Part, bytes, dict[int, Commitment]]] = []  # results
+        self._reduced_sizes: Counter[int] = Counter()  # how many elements of each block are reduced here
         for part in plan.parts:
-            self._block_sizes[part.block] += part.size
             self._reduced_sizes[part.block] += part.size if part.reducer == me else 0
         self._budgets: dict[tuple[int, int], EnergyBudget] = {}  # of contributions, by (member, block)
         self._deviations: dict[int, list[float]] = {}  # share of each member's that was left, by part reduced here
         self._feedback = ErrorFeedback()
-        self._accumulators: dict[int, _Accumulator] = {}
+        self._accumulators: dict[int, Accumulator] = {}
         for part in plan.parts:
             if part.reducer == me:
-                self._accumulators[part.index] = _Accumulator({c.member for c in plan.block_of(part).contributions})
+                self._accumulators[part.index] = Accumulator({c.member for c in plan.block_of(part).contributions})
         self.num_to_reduce = len(self._accumulators)
         self.given_up: set[int] = set()  # members whose contributions are no longer awaited
         self.refused: set[int] = set()  # members whose contributions were refused
         self.own_faults: list[ProtocolError] = []  # why parts of this member's own work are not in its averages
+        for part, contribution in self.contributions.to(me):
+            # Checked like all others: with a NaN of its own, a reducer would send out unusable results.
+            try:
+                self._check_norm(self.own_difference(part))
+                self._take(part, contribution, self.push_frame(part))
+            except ProtocolError as exc:
+                self._accumulators[part.index].outstanding.discard(me)
+                self.own_faults.append(exc)
         for index in list(self._accumulators):
-            own = self._contribution(plan.parts[index], me)
-            if own is not None:
-                self._add_own(plan.parts[index], own)
             self._complete_if_ready(index)
-
-    def _add_own(self, part: Part, contribution: Contribution) -> None:
-        # Checked like all others: with a NaN of its own, a reducer would send out unusable results.
-        difference_N = self.own_difference(part)
-        try:
-            self._check_norm(difference_N)
-        except ProtocolError as exc:
-            self._accumulators[part.index].outstanding.discard(self.me)
-            self.own_faults.append(exc)
-        else:
-            self._add(part, contribution, difference_N)
-
-    def _add(self, part: Part, contribution: Contribution, difference_N: FloatArray) -> None:
-        if contribution.scale < 1:
-            difference_N = difference_N * np.float32(contribution.scale)
-        self._accumulators[part.index].add(contribution.member, contribution.weight, difference_N)
 
     def _owes(self, member: int) -> bool:
         """Returns True if a member will pull results that are reduced here."""
@@ -127,18 +113,23 @@ class RoundState:
 
     def own_difference(self, part: Part) -> FloatArray:
         """This member's difference to its own reference."""
-        where = slice(part.start, part.start + part.size)
-        return self.live_N[where] - self.reference.values_N[where]
+        live_N, base_N = self._values(part)
+        return live_N - base_N
 
-    def push_frame(self, part: Part, contribution: Contribution) -> Frame:
-        """The message that carries this member's contribution."""
-        if contribution.form is Form.FULL:
-            payload = EXACT.encode(self.live_N[part.start : part.start + part.size])
-        else:
-            payload = self.codec.encode(self.own_difference(part))
-            if contribution.scale == 1:
-                self._feedback.note_sent(part.index, self.codec, payload)
-        return Frame(FrameKind.DATA, contribution.form, part.index, contribution.weight, b"", payload)
+    def push_frame(self, part: Part) -> Frame:
+        """The message that carries this member's contribution to a part."""
+        frames = self._ready.get(part.reducer, {})
+        if part.index not in frames:
+            frames = self._ready[part.reducer] = self.contributions.batch(part, self._values)
+        frame = frames.pop(part.index)
+        own = self._contribution(part, self.me)
+        if own is not None and own.form is Form.DELTA and own.scale == 1:
+            self._feedback.note_sent(part.index, self.codec, frame.payload)
+        return frame
+
+    def _values(self, part: Part) -> tuple[FloatArray, FloatArray]:
+        where = slice(part.start, part.start + part.size)
+        return self.live_N[where], self.reference.values_N[where]
 
     # What the reducer does.
 
@@ -164,17 +155,7 @@ class RoundState:
         if member not in accumulator.outstanding:
             raise ProtocolError("duplicate", f"part {frame.part} arrived twice")
         try:
-            if frame.form != contribution.form:
-                raise ProtocolError("form", f"part {frame.part} has form {frame.form}, not {contribution.form}")
-            if frame.weight != contribution.weight:
-                raise ProtocolError("weight", f"weight {frame.weight}, but {contribution.weight} was stated")
-            if contribution.form is Form.FULL:
-                difference_N = self._shortened(contribution, self._difference_of_full(part, frame.payload))
-            else:
-                difference_N = self.codec.decode(frame.payload, part.size)
-            self._check_norm(difference_N)
-            if contribution.form is Form.DELTA:
-                self._check_stated(part, contribution, difference_N)
+            self._take(part, contribution, frame)
         except ProtocolError:
             # The member has no second attempt: the part completes without it.
             self.refused.add(member)
@@ -182,8 +163,26 @@ class RoundState:
             self._complete_if_ready(frame.part)
             raise
         self.payload_bytes_received += len(frame.payload)
-        self._add(part, contribution, difference_N)
         self._complete_if_ready(frame.part)
+
+    def _take(self, part: Part, contribution: Contribution, frame: Frame) -> None:
+        if frame.form != contribution.form:
+            raise ProtocolError("form", f"part {frame.part} has form {frame.form}, not {contribution.form}")
+        if frame.weight != contribution.weight:
+            raise ProtocolError("weight", f"weight {frame.weight}, but {contribution.weight} was stated")
+        if contribution.form is Form.FULL:
+            difference_N = self._shortened(contribution, self._difference_of_full(part, frame.payload))
+        else:
+            difference_N = self.codec.decode(frame.payload, part.size)
+        self._check_norm(difference_N)
+        leaf = contribution_leaf(part.index, frame.form, frame.weight, frame.payload)
+        signer, opening = self.group.members[contribution.member].signer, Opening.from_wire(frame.extra)
+        commitment = signer.commitment(CONTRIBUTION, self._exchange, leaf, opening)
+        if contribution.form is Form.DELTA:
+            self._check_stated(part, contribution, difference_N)
+        if contribution.scale < 1:
+            difference_N = difference_N * np.float32(contribution.scale)
+        self._accumulators[part.index].add(contribution, commitment, difference_N)
 
     def _shortened(self, contribution: Contribution, difference_N: FloatArray) -> FloatArray:
         """Scales down full values' difference to the base to the length that the number of rounds apart can explain.
@@ -205,17 +204,13 @@ class RoundState:
         """Refuses a difference longer than stated: the stated RMS decides how a member is scaled."""
         if not self.bounds.bounded:
             return
-        key = contribution.member, part.block
-        budget = self._budgets.get(key)
-        if budget is None:
-            budget = self._budget(part.block, contribution.stated_rms)
-            self._budgets[key] = budget
+        sizes = self.averaging.block_sizes[part.block], self._reduced_sizes[part.block]
+        budget = self._budgets.setdefault(
+            (contribution.member, part.block), EnergyBudget(contribution.stated_rms, *sizes)
+        )
         energy = sum_of_squares(difference_N)
         if not (budget.allows_part(energy, part.size) and budget.spend(energy)):
             raise ProtocolError("norm", f"part {part.index} exceeds the stated RMS of {contribution.stated_rms:.3g}")
-
-    def _budget(self, block: int, rms: float) -> EnergyBudget:
-        return EnergyBudget(rms, self._block_sizes[block], self._reduced_sizes[block])
 
     def _difference_of_full(self, part: Part, payload: bytes) -> FloatArray:
         base_N = self.reference.values_N[part.start : part.start + part.size]
@@ -251,13 +246,14 @@ class RoundState:
         del self._accumulators[index]
         part = self.plan.parts[index]
         if accumulator.differences:
-            codec = self.codec_of_result(part)
+            codec = self.averaging.codec_of_result(part)
             mean_N = self._mean(part, accumulator)
             encoded = codec.encode(mean_N)
             decoded_N = codec.decode(encoded, part.size)
             self.results[index] = Result(
                 Form.DELTA, encoded, frozenset(accumulator.differences), sum_of_squares(decoded_N)
             )
+            self._unsigned.append((part, encoded, accumulator.commitments))
             own = self._contribution(part, self.me)
             several = len(self.plan.block_of(part).contributions) > 1  # a sole contributor keeps its live weights
             if several and own is not None and own.scale == 1 and self.me in accumulator.differences:
@@ -270,23 +266,23 @@ class RoundState:
         self.reduced.append(index)
         self.on_reduced()
 
-    def _mean(self, part: Part, accumulator: _Accumulator) -> FloatArray:
-        """The weighted mean, with deviations from the common direction clipped; see clipping.Agreement."""
-        members = list(accumulator.differences)
-        weights = np.array([accumulator.weights[member] for member in members], dtype=np.float64)
-        coefficients = weights / weights.sum()
+    def _mean(self, part: Part, accumulator: Accumulator) -> FloatArray:
+        """The weighted mean, with deviations from the common direction clipped; see averaging/agreement.py."""
+        members = sorted(accumulator.differences)
+        recipe = self.averaging.recipe(part, members)
+        differences = [accumulator.differences[member] for member in members]
+        mean_N, factors = mean(differences, [s.weight for s in recipe.shares], recipe.free_rms, recipe.stretch)
         if self.bounds.bounded:
-            block_plan = self.plan.block_of(part)
-            free_rms = FREE_DEVIATION * block_plan.median_rms
-            differences_MN = np.stack([accumulator.differences[member] for member in members])
-            agreement = Agreement.of(differences_MN, weights.tolist(), free_rms, block_plan.stretch)
-            coefficients = agreement.coefficients_M
-            for member, factor in zip(members, agreement.factors_M.tolist(), strict=True):
+            for member, factor in zip(members, factors, strict=True):
                 self._deviations.setdefault(member, []).append(factor)
-        mean_N = np.zeros(part.size, dtype=np.float64)
-        for member, coefficient in zip(members, coefficients.tolist(), strict=True):
-            mean_N += coefficient * accumulator.differences[member].astype(np.float64)
-        return mean_N.astype(np.float32)
+        return mean_N
+
+    def _sign_results(self) -> None:
+        """Signs the results that are not signed yet."""
+        unsigned, self._unsigned = self._unsigned, []
+        for signed in self.averaging.sign(self.key, self._exchange, unsigned):
+            index = signed.head.part
+            self.results[index] = dataclasses.replace(self.results[index], signed=signed)
 
     def clipped(self) -> list[tuple[int, ProtocolError]]:
         """The members whose contributions were shortened; see round_faults.clipped."""
@@ -327,16 +323,12 @@ class RoundState:
 
     # Results.
 
-    def codec_of_result(self, part: Part) -> Codec:
-        """The codec of a part's result.
+    def result_frame(self, index: int, member: int, sent: dict[Commitment, int] | None = None) -> Frame | None:
+        """The message that carries a result to a member; None if it is not held here in a usable form.
 
-        A part with one contribution keeps the codec of contributions: its rounding error stays with the contributor.
+        `sent`: see signed_result.encode; None: the message stands alone.
         """
-        shared = len(self.plan.block_of(part).contributions) > 1
-        return self.result_codec if shared and self.result_codec is not None else self.codec
-
-    def result_frame(self, index: int, member: int) -> Frame | None:
-        """The message that carries a result to a member; None if it is not held here in a usable form."""
+        self._sign_results()
         result = self.results.get(index)
         if result is None:
             return None
@@ -346,7 +338,11 @@ class RoundState:
             if self.me not in block_plan.in_base:
                 return None
             form, data = Form.FULL, EXACT.encode(self._new_values(self.plan.parts[index], result))
-        return Frame(FrameKind.DATA, form, index, 0.0, bitmap(result.included, self.plan.num_members), data)
+        if form is Form.DELTA and result.signed is not None:
+            extra = encode(result.included, self.plan.num_members, result.signed, {} if sent is None else sent)
+        else:
+            extra = bitmap(result.included, self.plan.num_members)
+        return Frame(FrameKind.DATA, form, index, 0.0, extra, data)
 
     def _missed(self, taken_back: Return) -> bool:
         """Returns True if this peer's reference is still the one before a commit."""
@@ -365,36 +361,50 @@ class RoundState:
             return base_N
         if result.form is Form.FULL:
             return EXACT.decode(result.data, part.size)
-        return base_N + self.codec_of_result(part).decode(result.data, part.size)
+        return base_N + self.averaging.codec_of_result(part).decode(result.data, part.size)
 
-    def store_result(self, frame: Frame) -> None:
-        """Takes in a result.
+    def store_result(self, frame: Frame, known: list[Commitment] | None = None) -> None:
+        """Takes in a result; `known`: see signed_result.decode.
 
         Raises:
-            ProtocolError: it does not match the plan, or its values are not acceptable; nothing has changed.
+            ProtocolError: it does not match the plan, its values are not acceptable, or its reducer has not signed it;
+                nothing has changed.
         """
         part = self.wanted.get(frame.part)
         if part is None:
             raise ProtocolError("part", f"result for part {frame.part}, which this peer does not need")
+        block_plan, num_members = self.plan.block_of(part), self.plan.num_members
+        form = block_plan.result_form(self.me)
+        if frame.form != form:
+            raise ProtocolError("form", f"result for part {frame.part} has form {frame.form}, not {form}")
+        if form is Form.DELTA:
+            included, opening, roots = decode(frame.extra, num_members, [] if known is None else known)
+        else:
+            included = frozenset(members_of(frame.extra, num_members))
         if part.index in self.results:
             return
-        block_plan = self.plan.block_of(part)
-        in_base = block_plan.result_form(self.me) is Form.DELTA
-        if frame.form == Form.FULL:
-            difference_N = self._difference_of_full(part, frame.payload)
-        elif in_base and frame.form == Form.DELTA:
-            difference_N = self.codec_of_result(part).decode(frame.payload, part.size)
-        else:
-            raise ProtocolError("form", f"result for part {frame.part} has form {frame.form}")
-        energy = 0.0
-        if in_base:  # from another base, any distance may be right
-            self._check_norm(difference_N)
-            energy = sum_of_squares(difference_N)
-        included = frozenset(members_of(frame.extra, self.plan.num_members))
         if not included <= {c.member for c in block_plan.contributions}:
             raise ProtocolError("malformed", f"the result for part {frame.part} names members that do not contribute")
-        self.results[part.index] = Result(Form(frame.form), frame.payload, included, energy)
+        energy, signed = 0.0, None
+        if form is Form.DELTA:
+            difference_N = self.averaging.codec_of_result(part).decode(frame.payload, part.size)
+            self._check_norm(difference_N)
+            energy = sum_of_squares(difference_N)
+            signed = self._check_signed(part, frame.payload, included, opening, roots)
+        else:  # from another base, any distance may be right
+            self._difference_of_full(part, frame.payload)
+        self.results[part.index] = Result(form, frame.payload, included, energy, signed)
         self.payload_bytes_received += len(frame.payload)
+
+    def _check_signed(
+        self, part: Part, payload: bytes, included: frozenset[int], opening: Opening, roots: tuple[Commitment, ...]
+    ) -> SignedResult:
+        head = head_of(part.index, self.averaging.recipe(part, included).digest, payload, roots)
+        self.group.members[part.reducer].signer.commitment(RESULT, self._exchange, head.leaf, opening)
+        own = self.contributions.commitments.get(part.index)
+        if self.me in included and roots[sorted(included).index(self.me)] != own:
+            self.misquoted.append(part.index)
+        return SignedResult(head, opening, roots)
 
     def missing(self) -> list[int]:
         """Wanted parts whose results have not arrived."""

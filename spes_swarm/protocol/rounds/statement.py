@@ -14,10 +14,11 @@ from pydantic import Field, model_validator
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.admission.grants import MAX_ADMISSION_BYTES
+from spes_swarm.protocol.averaging.commitments import MAX_CERTIFICATE_BYTES, Credentials, Exchange, Signer
 from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.consensus.lineage import MARK_BYTES, MAX_COMMITS, Lineage
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.protocol.members.signed import SignedModel, seal, unseal
+from spes_swarm.protocol.members.signed import SignedModel, seal, unseal, writer_key
 from spes_swarm.protocol.rounds.vouchers import MAX_VOUCHED, VOUCHER_BYTES
 
 KIND = "statement"
@@ -27,6 +28,7 @@ MAX_PACE = 1e9
 MAX_RMS = 1e30  # of a difference: the squares of larger ones overflow
 _MAX_TOKENS = 1 << 48
 _MAX_EXPERTS = 1 << 20
+_NOBODY, _NO_CREDENTIALS = Signer("", b""), Credentials(b"", b"")
 
 _Count = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
 _Length = Annotated[float, Field(ge=0, le=MAX_RMS, allow_inf_nan=False)]
@@ -67,6 +69,8 @@ class Statement(SignedModel):
     # before that commit, if it can go back there. See taking_back.py.
     loss_rose: bool | None = None
     before: Annotated[bytes, Field(max_length=DIGEST_BYTES)] = b""
+    # Of the key that signs what it sends in the exchange; see protocol/averaging/commitments.py.
+    certificate: Annotated[bytes, Field(max_length=MAX_CERTIFICATE_BYTES)]
     # To a private run, so that all members of a group know each other; see protocol/admission/grants.py.
     admission: Annotated[bytes, Field(max_length=MAX_ADMISSION_BYTES)] = b""
 
@@ -109,6 +113,8 @@ class Member:
     peer_id: str
     statement: Statement
     most_weight: float = 1.0  # the largest share of a block's average that it may have
+    signer: Signer = _NOBODY  # of what it sends in the exchange
+    credentials: Credentials = _NO_CREDENTIALS  # which show that it is the signer
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,11 @@ class Group:
         for data in self.sealed:
             hasher.update(blake3(data).digest())
         return hasher.digest()
+
+    @property
+    def exchange(self) -> Exchange:
+        """What the signatures of its exchange are good for."""
+        return Exchange(self.run_id, self.round, self.id)
 
     def index_of(self, peer_id: str) -> int | None:
         """Position of a peer among the members, None if it is not one."""
@@ -151,15 +162,16 @@ def open_statement(data: bytes, run_id: str, round_number: int, num_blocks: int,
     """Verifies a signed statement for a given round.
 
     Raises:
-        ProtocolError: the signature or schema is invalid; (`round`) another round; (`shape`) another number of blocks;
-            (`stranger`, `terms`) the run is private, and the peer may not take part with such a statement.
+        ProtocolError: a signature or the schema is invalid; (`round`) another round; (`shape`) another number of
+            blocks; (`stranger`, `terms`) the run is private, and the peer may not take part with such a statement.
     """
     peer_id, statement = unseal(data, KIND, run_id, Statement)
     if statement.round != round_number:
         raise ProtocolError("round", f"statement of {peer_id} is for round {statement.round}, not {round_number}")
     if len(statement.digests) != num_blocks:
         raise ProtocolError("shape", f"statement of {peer_id} has {len(statement.digests)} blocks, not {num_blocks}")
-    return Member(peer_id, statement, vet(peer_id, statement))
+    credentials = Credentials(writer_key(data), statement.certificate)
+    return Member(peer_id, statement, vet(peer_id, statement), Signer.of(credentials, run_id), credentials)
 
 
 def form_group(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
+from spes_swarm.protocol.averaging.clipping import MAX_WEIGHT_RATIO
 from spes_swarm.protocol.rounds.conduct import Conduct
 from spes_swarm.protocol.rounds.vouchers import MAX_EARNED_RATIO, vouchers
 

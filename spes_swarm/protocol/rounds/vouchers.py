@@ -24,7 +24,7 @@ from statistics import median_low
 
 from blake3 import blake3
 
-from spes_swarm.protocol.rounds.clipping import MAX_WEIGHT_RATIO
+from spes_swarm.protocol.averaging.clipping import MAX_WEIGHT_RATIO
 
 _MARK_BYTES = 8
 # The first bytes of a digest of the peer id; a byte with the ratio and three flags; the code of the rate.

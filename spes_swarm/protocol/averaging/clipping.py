@@ -125,9 +125,13 @@ class EnergyBudget:
     elements: int  # in these parts together
     used: float = 0.0
 
+    def most_of_part(self, elements: int) -> float:
+        """The largest sum of squares of one part."""
+        return (TOLERANCE * self.rms) ** 2 * min(MAX_PART_RATIO**2 * elements, self.block_elements)
+
     def allows_part(self, energy: float, elements: int) -> bool:
         """Returns True if one part alone is within bounds."""
-        return energy <= (TOLERANCE * self.rms) ** 2 * min(MAX_PART_RATIO**2 * elements, self.block_elements)
+        return energy <= self.most_of_part(elements)
 
     def spend(self, energy: float) -> bool:
         """Uses up `energy`; returns False, and uses up nothing, if not enough is left."""

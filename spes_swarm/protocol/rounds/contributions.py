@@ -1,0 +1,74 @@
+"""What one member contributes to an exchange: its differences, encoded and signed in batches.
+
+A batch is made when its first part is asked for. A member that still has the weights from before a commit can make the
+same batch again, bit for bit; that is how it answers audits.
+
+Shape: N elements of one part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from spes_swarm.base.arrays import FloatArray
+from spes_swarm.protocol.averaging.commitments import CONTRIBUTION, Commitment, Exchange, SigningKey, batches
+from spes_swarm.protocol.averaging.signed_result import contribution_leaf
+from spes_swarm.protocol.consensus.codec import EXACT, Codec
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
+
+_GOLDEN_RATIO = (1 + 5**0.5) / 2  # its multiples spread evenly between whole numbers
+
+Values = Callable[[Part], tuple[FloatArray, FloatArray]]
+"""Returns live weights and reference (N,) of a part."""
+
+
+@dataclass(eq=False)
+class Contributions:
+    """The contributions of one member in one exchange."""
+
+    plan: Plan
+    me: int
+    codec: Codec
+    key: SigningKey
+    exchange: Exchange
+    commitments: dict[int, Commitment] = field(default_factory=dict)  # signed roots, by part
+    _batches: dict[int, list[tuple[Part, Contribution]]] = field(default_factory=dict)  # by part; filled by reducer
+    _known: set[int] = field(default_factory=set)  # reducers
+
+    def to(self, reducer: int) -> list[tuple[Part, Contribution]]:
+        """The parts that go to a reducer, in order.
+
+        Each round begins with another part, the same at all members: if time is short, it is not always the same parts
+        that come too late.
+        """
+        owed = self.plan.contributed(self.me, reducer)
+        first = int(self.plan.round * _GOLDEN_RATIO % 1 * len(owed))
+        return owed[first:] + owed[:first]
+
+    def batch(self, part: Part, values: Values) -> dict[int, Frame]:
+        """The messages with a part and with those that are signed together with it, by part."""
+        if part.reducer not in self._known:
+            self._known.add(part.reducer)
+            owed = self.to(part.reducer)
+            for indices in batches([p.size for p, _ in owed]):
+                batch = [owed[i] for i in indices]
+                self._batches |= {p.index: batch for p, _ in batch}
+        batch = self._batches[part.index]
+        payloads = [self._encode(p, c, values) for p, c in batch]
+        leaves = [
+            contribution_leaf(p.index, c.form, c.weight, payload)
+            for (p, c), payload in zip(batch, payloads, strict=True)
+        ]
+        openings = self.key.commit(CONTRIBUTION, self.exchange, leaves)
+        commitment = Commitment(openings[0].root(leaves[0]), openings[0].signature)
+        self.commitments |= dict.fromkeys((p.index for p, _ in batch), commitment)
+        return {
+            p.index: Frame(FrameKind.DATA, c.form, p.index, c.weight, opening.wire, payload)
+            for (p, c), opening, payload in zip(batch, openings, payloads, strict=True)
+        }
+
+    def _encode(self, part: Part, contribution: Contribution, values: Values) -> bytes:
+        live_N, base_N = values(part)
+        return EXACT.encode(live_N) if contribution.form is Form.FULL else self.codec.encode(live_N - base_N)

@@ -1,0 +1,97 @@
+"""What a reducer does with the contributions to its parts, and the recipe by which everybody can repeat it.
+
+Shape: N elements of one part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from spes_swarm.base.arrays import FloatArray
+from spes_swarm.protocol.averaging.clipping import FREE_DEVIATION, EnergyBudget
+from spes_swarm.protocol.averaging.commitments import RESULT, Commitment, Exchange, SigningKey, batches
+from spes_swarm.protocol.averaging.recipe import Recipe, Share
+from spes_swarm.protocol.averaging.signed_result import SignedResult, head_of
+from spes_swarm.protocol.consensus.codec import Codec
+from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
+
+
+@dataclass(slots=True)
+class Accumulator:
+    """The contributions to one part, at its reducer."""
+
+    outstanding: set[int]  # contributors that have neither delivered nor been given up
+    differences: dict[int, FloatArray] = field(default_factory=dict)  # (N,), scaled, of each that has delivered
+    weights: dict[int, float] = field(default_factory=dict)
+    commitments: dict[int, Commitment] = field(default_factory=dict)
+
+    def add(self, contribution: Contribution, commitment: Commitment, difference_N: FloatArray) -> None:
+        """Takes in a contribution."""
+        member = contribution.member
+        self.differences[member] = difference_N
+        self.weights[member] = contribution.weight
+        self.commitments[member] = commitment
+        self.outstanding.discard(member)
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How the results of an exchange follow from its plan."""
+
+    plan: Plan
+    peer_ids: tuple[str, ...]  # of the members
+    codec: Codec
+    result_codec: Codec  # of the results of parts with several contributions
+    bounded: bool  # contributions must meet the plan's limits
+
+    @cached_property
+    def block_sizes(self) -> Counter[int]:
+        """Elements of each block that has parts."""
+        sizes: Counter[int] = Counter()
+        for part in self.plan.parts:
+            sizes[part.block] += part.size
+        return sizes
+
+    def codec_of_result(self, part: Part) -> Codec:
+        """The codec of a part's result.
+
+        A part with one contribution keeps the codec of contributions: its rounding error stays with the contributor.
+        """
+        return self.result_codec if len(self.plan.block_of(part).contributions) > 1 else self.codec
+
+    def most_energy(self, part: Part, contribution: Contribution) -> float:
+        """The largest sum of squares that a contribution to a part may have."""
+        if not self.bounded or contribution.form is not Form.DELTA:
+            return math.inf
+        budget = EnergyBudget(contribution.stated_rms, self.block_sizes[part.block], 0)
+        return budget.most_of_part(part.size)
+
+    def recipe(self, part: Part, included: Collection[int]) -> Recipe:
+        """How the result of a part follows from the contributions of the members that it includes."""
+        block_plan = self.plan.block_of(part)
+        shares = [
+            Share(self.peer_ids[c.member], c.weight, c.scale, self.most_energy(part, c))
+            for c in sorted(block_plan.contributions, key=lambda c: c.member)
+            if c.member in included
+        ]
+        free_rms = FREE_DEVIATION * block_plan.median_rms if self.bounded else math.inf
+        names = self.codec.name, self.codec_of_result(part).name
+        return Recipe(part.index, part.size, *names, free_rms, block_plan.stretch, tuple(shares))
+
+    def sign(
+        self, key: SigningKey, exchange: Exchange, results: Sequence[tuple[Part, bytes, dict[int, Commitment]]]
+    ) -> list[SignedResult]:
+        """Signs results; each is a part, its encoded result, and the roots of those that are in it, by member."""
+        signed = []
+        for indices in batches([part.size for part, _, _ in results]):
+            heads, roots = [], []
+            for part, payload, commitments in (results[i] for i in indices):
+                roots.append(tuple(commitments[member] for member in sorted(commitments)))
+                heads.append(head_of(part.index, self.recipe(part, commitments).digest, payload, roots[-1]))
+            openings = key.commit(RESULT, exchange, [head.leaf for head in heads])
+            signed += [SignedResult(*each) for each in zip(heads, openings, roots, strict=True)]
+        return signed
