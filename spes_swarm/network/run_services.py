@@ -26,6 +26,7 @@ from spes_swarm.network.link.known_peers import KnownPeers
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_dht import RunDht
 from spes_swarm.network.link.wire import Guests
+from spes_swarm.network.round.audits import Audits
 from spes_swarm.network.round.company import Company
 from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.network.round.exchange import Exchange
@@ -95,6 +96,7 @@ class RunServices(RunCommands):
         self._exchange = Exchange(p2p, rpc, state.run_id, limits, self._on_fault, guests)
         self._exchange.slack_s = lambda: state.roster.standing.grace_s
         self._exchange.on_late = lambda: listener.report("the exchange has exceeded its first deadline")
+        self._audits = Audits(p2p, state, self._on_fault, guests, lambda: self._exchange.current)
         self._transfer = Transfer(
             p2p, rpc, state.run_id, state.reference, stall_s, self._on_fault, guests, settings.upload_mbps
         )
@@ -124,7 +126,14 @@ class RunServices(RunCommands):
             rpc, state, self._announcer, lambda: self.reachable, lambda: self._rendezvous.gathering
         )
         self._rounds = SyncRounds(
-            state, self._rendezvous, self._exchange, self._transfer, self._moments, self._announcer, listener
+            state,
+            self._rendezvous,
+            self._exchange,
+            self._audits,
+            self._transfer,
+            self._moments,
+            self._announcer,
+            listener,
         )
         self._records: Records | None = None
 
@@ -145,6 +154,7 @@ class RunServices(RunCommands):
         await self._greetings.start()
         await self._token_count.start()
         await self._exchange.start()
+        await self._audits.start()
         await self._transfer.start()
         await self._moments.start()
         await self._rendezvous.start()
@@ -480,5 +490,6 @@ class RunServices(RunCommands):
         """Releases the lease, announces that this peer is leaving, and leaves the DHT."""
         for task in self._tasks:
             task.cancel()
+        self._audits.end(keep=False)
         await self._announcer.say_goodbye()
         await self._dht.leave()

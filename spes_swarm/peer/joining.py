@@ -244,6 +244,7 @@ class Joining:
             tokenizer=context.directory.tokenizer if self._run.tokenizer.local is not None else None,
             admission=self._admission.shown,
             acts=context.directory.acts,
+            proofs=context.directory.proofs,
         )
         review_reach = not (peer.client_mode or peer.assume_reachable)
         self._ask(Commands.open_run, COMMAND_TIMEOUT_S, settings=settings, review_reach=review_reach)

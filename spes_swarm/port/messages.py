@@ -124,6 +124,7 @@ class RunSettings:
     upload_mbps: float | None = None  # declared by the user; transfers to newcomers stay below it
     admission: bytes = b""  # of this peer; see protocol/admission/grants.py
     acts: Path | None = None  # the file of acts; see storage/acts_file.py
+    proofs: Path | None = None  # the folder of proofs; see storage/proofs.py
     tokenizer: Path | None = None  # packed files that other peers can ask for (data/run_tokenizer.py)
 
 

@@ -27,7 +27,7 @@ from spes_swarm.config.manifest import Manifest, RawManifest, read_manifest
 
 _PEERS, _PORT, _DATA, _MANIFEST = "peers.json", "port", "data.json", "manifest.json"
 _WEIGHTS, _TOKENIZER = "initial_weights", "tokenizer.msgpack"
-_ACTS, _INVITATION = "acts.txt", "invitation"
+_ACTS, _INVITATION, _PROOFS = "acts.txt", "invitation", "proofs"
 # What a session creates before the directory belongs to a run.
 _MADE = {".lock", "checkpoints", "identity.key", "metrics.jsonl", log.NAME, _TOKENIZER, _PORT, _WEIGHTS, _ACTS}
 _PATIENCE_S, _POLL_S = 5.0, 0.05
@@ -135,6 +135,11 @@ class RunDirectory:
     def partial_reference(self) -> Path:
         """What a newcomer has fetched so far; removed when the download is complete."""
         return self.path / "reference.partial"
+
+    @property
+    def proofs(self) -> Path:
+        """The folder of proofs; see proofs.py."""
+        return self.path / _PROOFS
 
     @property
     def acts(self) -> Path:

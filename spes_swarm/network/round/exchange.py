@@ -116,6 +116,11 @@ class Exchange:
             waited=self._timing.waited,
         )
 
+    @property
+    def current(self) -> RoundState | None:
+        """The newest exchange, which is served until the next one."""
+        return self._round
+
     def describe(self) -> Iterator[str]:
         """Lines for the log."""
         return exchange_lines(self._round, self._last_heard)

@@ -17,6 +17,7 @@ from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.metrics import events
 from spes_swarm.network.announcer import Announcer
+from spes_swarm.network.round.audits import Audits
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.network.run_state import RunState
@@ -43,6 +44,7 @@ class SyncRounds:
     run_state: RunState
     rendezvous: Rendezvous
     exchange: Exchange
+    audits: Audits
     transfer: Transfer
     moments: Moments
     announcer: Announcer
@@ -150,6 +152,7 @@ class SyncRounds:
         absent = run.roster.absent({member.peer_id for member in group.members})
         for peer_id in filter(run.roster.standing.is_member, absent):  # a newcomer may just not be ready yet
             run.roster.lose(peer_id)
+        self.audits.end(keep=plan.taken_back is not None)
         try:
             with self.transfer.round_under_way():
                 commit = await self.exchange.run(books)
@@ -160,6 +163,7 @@ class SyncRounds:
         finally:
             self.listener.on_round_over()
         self._note_members(group, books, absent)
+        self.audits.begin(books)
         run.lineage = common_lineage(group.members).after(group.round, group.id)
         return commit
 

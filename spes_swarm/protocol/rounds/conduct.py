@@ -84,6 +84,7 @@ class Conduct:
         self._others: frozenset[str] = frozenset()  # the other members of the exchange under way
         self._faults: dict[str, str] = {}  # their faults in it
         self._reducers: frozenset[str] = frozenset()  # of the last commit
+        self.proven: set[str] = set()  # peers against which there is a proof
         self._waits: deque[bool] = deque(maxlen=_REMEMBERED)  # whether this peer waited for a late member
         # By the order of magnitude of what a member sends: without experts, a round is short.
         self._paces: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_PACES))
@@ -105,6 +106,15 @@ class Conduct:
         stalled = self._of(leader).stalled
         if round_number not in stalled:
             stalled.append(round_number)
+
+    def note_unanswered(self, peer_id: str, round_number: int) -> None:
+        """Notes that a peer did not show its contributions to a round."""
+        self._of(peer_id).failed.append((round_number, "audit"))
+
+    def note_proof(self, peer_id: str) -> None:
+        """Notes that there is a proof against a peer, which is doubted from now on."""
+        self._of(peer_id)
+        self.proven.add(peer_id)
 
     def note_commit(self, reducers: Iterable[str]) -> None:
         """Notes a commit with its reducers; the one before it was not taken back."""
@@ -205,7 +215,8 @@ class Conduct:
         kinds = [kind for number, kind in record.failed if round_number - number <= _REMEMBERED]
         stalls = [number for number in record.stalled if round_number - number <= _LEADER_REMEMBERED]
         leads = ["leader"] if len(stalls) > _TOLERATED_STALLS else []
-        return tuple(sorted({*(kinds if len(kinds) > _TOLERATED_FAULTS else ()), *leads}))
+        proven = ["proven"] if peer_id in self.proven else []
+        return tuple(sorted({*(kinds if len(kinds) > _TOLERATED_FAULTS else ()), *leads, *proven}))
 
     def doubted(self, round_number: int) -> set[str]:
         """The peers that are doubted in a round."""

@@ -104,6 +104,16 @@ class Previous:
         assert self._values_N is not None
         return (self._values_N if block in self._blocks else reference.values_N)[where]
 
+    def contributed(self, where: slice, block: int) -> tuple[FloatArray, FloatArray]:
+        """Live weights and reference of a trained block before the commit.
+
+        Raises:
+            LookupError: they are not kept.
+        """
+        if self._values_N is None or self._live_N is None or block not in self._trained:
+            raise LookupError(block)
+        return self._live_N[where], self._values_N[where]
+
     def restore(
         self, blocks: Collection[int], reference: Reference, live_N: FloatArray, trained: Collection[int]
     ) -> None:
