@@ -55,13 +55,12 @@ class _Claim:
 
     @classmethod
     def of(cls, state: RoundState, index: int) -> _Claim | None:
-        """A claim that can be judged, None if there is none: it includes full values, or only the reducer's own work."""
+        """The claim about a part; None if it cannot be judged: it has full values, or the reducer's own work alone."""
         part, result = state.plan.parts[index], state.results.get(index)
         if result is None or result.signed is None or part.reducer == state.me or result.included <= {part.reducer}:
             return None
-        if any(
-            c.form is not Form.DELTA for c in state.plan.block_of(part).contributions if c.member in result.included
-        ):
+        included = [c for c in state.plan.block_of(part).contributions if c.member in result.included]
+        if any(c.form is not Form.DELTA for c in included):
             return None
         recipe = state.averaging.recipe(part, result.included)
         return cls(part, sorted(result.included), recipe, result.data, result.signed)
@@ -99,7 +98,7 @@ class Audits:
         await serve_channel(self._p2p, self._name, self._serve, self._stall_s, self._on_fault, self._guests)
 
     def end(self, *, keep: bool) -> None:
-        """Ends the audits, as an exchange begins; `keep`: it takes back the commit, which will be audited as a whole."""
+        """Ends the audits, as an exchange begins; `keep`: it takes back the commit, all of which is audited then."""
         if self._task is not None:
             self._task.cancel()
         if not keep:
@@ -178,7 +177,7 @@ class Audits:
     def _take(self, state: RoundState, claim: _Claim, member: int, frame: Frame) -> None:
         """Takes in a contribution, if it is what the reducer says it got."""
         opening = Opening.from_wire(frame.extra)
-        leaf = contribution_leaf(frame.part, frame.form, frame.weight, frame.payload)
+        leaf = contribution_leaf(frame.part, frame.payload)
         if Commitment(opening.root(leaf), opening.signature) != claim.root_of(member):
             _LOGGER.warning("%s shows another contribution than it sent", self._id(state, member))
             return
@@ -249,7 +248,7 @@ class Audits:
                 return
             result = state.results.get(index)
             seen = b"" if result is None or result.signed is None else _wire_of(result.signed)
-            await channel.send(replace(frame, extra=bytes([len(frame.extra) - 1 & 0xFF]) + frame.extra + seen))
+            await channel.send(replace(frame, extra=bytes([len(frame.extra)]) + frame.extra + seen))
 
 
 def _contribution(state: RoundState, part: Part) -> Frame | None:
@@ -295,7 +294,7 @@ def _wire_of(signed: SignedResult) -> bytes:
 
 def _read_extra(data: bytes) -> tuple[bytes, tuple[Head, Opening] | None]:
     """What goes along with a contribution in an audit: its opening, and head and opening of the result."""
-    end = data[0] + 2 if data else 1
+    end = data[0] + 1 if data else 1
     opening, seen = data[1:end], data[end:]
     if len(seen) <= Head.SIZE:
         return opening, None

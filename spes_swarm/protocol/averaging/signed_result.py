@@ -29,12 +29,12 @@ from spes_swarm.protocol.bitmap import bitmap, members_of, num_bitmap_bytes
 MAX_COMMITMENTS = 1 << 16  # on one stream
 _INDEX = np.dtype("<u2")
 _HEAD = struct.Struct(f"<I{3 * DIGEST_BYTES}s")
-_CONTRIBUTION = struct.Struct("<IBd")
+_PART = struct.Struct("<I")
 
 
-def contribution_leaf(part: int, form: int, weight: float, payload: bytes) -> bytes:
-    """The leaf that a contributor signs."""
-    return leaf_of(CONTRIBUTION, _CONTRIBUTION.pack(part, form, weight) + digest(payload))
+def contribution_leaf(part: int, payload: bytes) -> bytes:
+    """The leaf that a contributor signs. Its weight follows from the plan, as does the form of its values."""
+    return leaf_of(CONTRIBUTION, _PART.pack(part) + digest(payload))
 
 
 @dataclass(frozen=True, slots=True)

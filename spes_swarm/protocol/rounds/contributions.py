@@ -57,10 +57,7 @@ class Contributions:
                 self._batches |= {p.index: batch for p, _ in batch}
         batch = self._batches[part.index]
         payloads = [self._encode(p, c, values) for p, c in batch]
-        leaves = [
-            contribution_leaf(p.index, c.form, c.weight, payload)
-            for (p, c), payload in zip(batch, payloads, strict=True)
-        ]
+        leaves = [contribution_leaf(p.index, payload) for (p, _), payload in zip(batch, payloads, strict=True)]
         openings = self.key.commit(CONTRIBUTION, self.exchange, leaves)
         commitment = Commitment(openings[0].root(leaves[0]), openings[0].signature)
         self.commitments |= dict.fromkeys((p.index for p, _ in batch), commitment)

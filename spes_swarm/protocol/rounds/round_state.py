@@ -175,7 +175,7 @@ class RoundState:
         else:
             difference_N = self.codec.decode(frame.payload, part.size)
         self._check_norm(difference_N)
-        leaf = contribution_leaf(part.index, frame.form, frame.weight, frame.payload)
+        leaf = contribution_leaf(part.index, frame.payload)
         signer, opening = self.group.members[contribution.member].signer, Opening.from_wire(frame.extra)
         commitment = signer.commitment(CONTRIBUTION, self._exchange, leaf, opening)
         if contribution.form is Form.DELTA:
