@@ -5,7 +5,7 @@
 
 Besides --honest peers, --hostile attackers of one kind run, each with an identity of its own. Members take part from
 the first round on: they contribute noise (see tests/helpers/noise_peer.py), lie about the results that they reduce
-(`flipped`, `noisy`, `stale`, `loud`; see tests/helpers/lying_reducer.py), keep the others waiting (`slow`,
+(`flipped`, `two-faced`, `forged` and others; see tests/helpers/lying_reducer.py), keep the others waiting (`slow`,
 `slow-push`, `slow-pull`, `late-leader`; see tests/helpers/slow_peer.py), or claim all experts (`claimant`, otherwise
 honest); `fifth` is honest, and shows the cost of another process on the same cores. Strangers that never take part
 (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of all honest peers; intruders, which
@@ -36,7 +36,7 @@ from scripts.testing.chaos.peer import accuses
 from scripts.testing.local_peer import Event, LocalPeer
 from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.protocol.members.identity import Identity
-from tests.helpers.lying_reducer import LIES
+from tests.helpers.lying_reducer import KINDS as LIARS
 
 ROOT = Path(__file__).parent.parent
 RECOVERY_ROUNDS = 2
@@ -45,7 +45,6 @@ NOISE = ("loud", "measured", "understated", "reducer")
 STRANGERS = ("clock", "ghosts")
 SLOW = ("slow", "slow-push", "slow-pull", "late-leader")
 INTRUDERS = ("silent", "absent", "lying", "owing")
-LIARS = tuple(LIES)
 EXPERTS = {"claimant": "0,1,2,3,4,5,6,7", "fifth": "auto"} | dict.fromkeys(LIARS, "auto")
 MEMBERS = (*NOISE, *SLOW, *EXPERTS)
 KINDS = (*MEMBERS, *STRANGERS, *INTRUDERS)

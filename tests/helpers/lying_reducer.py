@@ -1,23 +1,31 @@
 """A member that trains honestly and lies about the results that it reduces.
 
-`python -m tests.helpers.lying_reducer KIND ...` takes the arguments of `join` after the kind. Everybody gets the same
-lie: `flipped`, the opposite of the honest mean; `noisy`, noise as long as it; `stale`, no change at all; `loud`, noise
-that ruins a model in one round, where no bounds keep it out.
+`python -m tests.helpers.lying_reducer KIND ...` takes the arguments of `join` after the kind. Of most kinds everybody
+gets the same lie: `flipped`, the opposite of the honest mean; `noisy`, noise as long as it; `scaled`, ten times its
+length; `stale`, no change at all; `loud`, noise that ruins a model in one round, where no bounds keep it out; `some`,
+the opposite in a tenth of the parts. `two-faced` gives the opposite to every other member. `forged` names roots that
+nobody has signed as those of the contributions to the opposite, and `dropping` leaves out one honest member's work.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 from scripts.testing.forked_peer import ForkServer
 from spes_swarm import join
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.protocol.rounds.plan import Part
+from spes_swarm.network.round import sync_round
+from spes_swarm.protocol.averaging.commitments import Commitment
+from spes_swarm.protocol.averaging.signed_result import encode
+from spes_swarm.protocol.rounds.frames import Frame
+from spes_swarm.protocol.rounds.plan import Form, Part
 from spes_swarm.protocol.rounds.round_state import RoundState
 
 _LOUD_RMS = 0.9
@@ -32,9 +40,12 @@ def _noise(mean_N: FloatArray, rms: float | None = None) -> FloatArray:
 LIES: dict[str, Callable[[FloatArray], FloatArray]] = {
     "flipped": np.negative,
     "noisy": _noise,
+    "scaled": lambda mean_N: 10 * mean_N,
     "stale": np.zeros_like,
     "loud": partial(_noise, rms=_LOUD_RMS),
 }
+KINDS = (*LIES, "some", "two-faced", "forged", "dropping")
+_FORGED = Commitment(bytes(32), bytes(64))
 
 
 def launch_lying(kind: str, first_round: int) -> ForkServer:
@@ -43,14 +54,47 @@ def launch_lying(kind: str, first_round: int) -> ForkServer:
 
 
 def _lying_main(kind: str, first_round: int, arguments: list[str]) -> int:
-    honest = RoundState._mean
+    values = LIES.get(kind, np.negative if kind in ("some", "forged") else np.copy)
 
-    def lie(self: RoundState, part: Part, accumulator: Any) -> FloatArray:
-        mean_N = honest(self, part, accumulator)
-        return mean_N if self.plan.round < first_round else LIES[kind](mean_N)
+    class Liar(RoundState):
+        """Lies in every round from the first one on that it is told."""
 
-    setattr(RoundState, "_mean", lie)  # noqa: B010 - mypy does not let a method be assigned to
-    return join.main(arguments)
+        @property
+        def lies(self) -> bool:
+            return self.plan.round >= first_round
+
+        def _mean(self, part: Part, accumulator: Any) -> FloatArray:
+            mean_N = super()._mean(part, accumulator)
+            return values(mean_N) if self.lies and (kind != "some" or part.index % 10 == 0) else mean_N
+
+        def accept(self, member: int, frame: Frame) -> None:
+            victim = next(i for i in range(self.plan.num_members) if i != self.me)
+            if kind == "dropping" and self.lies and member == victim:
+                self.give_up(member)
+            else:
+                super().accept(member, frame)
+
+        def _sign_results(self) -> None:
+            if kind == "forged" and self.lies:
+                self._unsigned = [(p, data, dict.fromkeys(roots, _FORGED)) for p, data, roots in self._unsigned]
+            super()._sign_results()
+
+        def result_frame(self, index: int, member: int, sent: dict[Commitment, int] | None = None) -> Frame | None:
+            frame = super().result_frame(index, member, sent)
+            part, result = self.plan.parts[index], self.results.get(index)
+            if kind != "two-faced" or not self.lies or member % 2 or part.reducer != self.me:
+                return frame
+            if frame is None or result is None or result.signed is None or frame.form != Form.DELTA:
+                return frame
+            codec = self.averaging.codec_of_result(part)
+            opposite = codec.encode(-codec.decode(result.data, part.size))
+            roots = dict(zip(sorted(result.included), result.signed.commitments, strict=True))
+            (signed,) = self.averaging.sign(self.key, self.group.exchange, [(part, opposite, roots)])
+            extra = encode(result.included, self.plan.num_members, signed, {} if sent is None else sent)
+            return replace(frame, extra=extra, payload=opposite)
+
+    with mock.patch.object(sync_round, "RoundState", Liar):
+        return join.main(arguments)
 
 
 if __name__ == "__main__":
