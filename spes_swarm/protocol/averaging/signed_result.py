@@ -19,6 +19,7 @@ from spes_swarm.protocol.averaging.commitments import (
     DIGEST_BYTES,
     RESULT,
     SIGNATURE_BYTES,
+    STEP_BYTES,
     Commitment,
     Opening,
     digest,
@@ -34,7 +35,7 @@ _CONTRIBUTION = struct.Struct("<IBd")
 
 def contribution_leaf(part: int, form: int, weight: float, payload: bytes) -> bytes:
     """The leaf that a contributor signs."""
-    return leaf_of(CONTRIBUTION, _CONTRIBUTION.pack(part, form, weight) + digest(payload))
+    return leaf_of(CONTRIBUTION, part, _CONTRIBUTION.pack(part, form, weight) + digest(payload))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Head:
     @property
     def leaf(self) -> bytes:
         """The leaf that is signed."""
-        return leaf_of(RESULT, self.wire)
+        return leaf_of(RESULT, self.part, self.wire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ def decode(
     begin = num_bitmap_bytes(num_members)
     included = frozenset(members_of(data[:begin], num_members))
     path = data[begin] if len(data) > begin else 0
-    end = begin + 1 + SIGNATURE_BYTES + 1 + path * DIGEST_BYTES
+    end = begin + 1 + SIGNATURE_BYTES + path * STEP_BYTES
     after = end + _INDEX.itemsize * len(included)
     rest = data[after:]
     if len(data) < after or len(rest) % Commitment.SIZE:
