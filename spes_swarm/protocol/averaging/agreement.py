@@ -25,6 +25,12 @@ MAX_DEVIATION = 1.5
 # Fewer contributions than this have no majority.
 MIN_TO_AGREE = 3
 _WEISZFELD_STEPS = 8
+# Others repeat this on their machines, and a result that differs from theirs counts as a lie. So no choice of
+# contributions may make it depend on the last bits. Inner products are added up in fp64, and what is divided by, or
+# compared, is bounded below, relative to the contributions.
+_LEAST_CENTRE = 1e-6
+_LEAST_DEVIATION = 1e-6
+_CHUNK = 1 << 16  # elements that are converted to fp64 at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +62,17 @@ class Agreement:
         ones_M = np.ones(num_members)
         if num_members < MIN_TO_AGREE:
             return cls(weights, ones_M)
-        peak = float(np.max(np.abs(differences_MN), initial=0.0))
-        if peak == 0:
+        gram_MM = _gram(differences_MN)
+        if not gram_MM.any():
             return cls(weights, ones_M)
-        scaled_MN = differences_MN / np.float32(peak)  # so that no square over- or underflows
-        gram_MM = (scaled_MN @ scaled_MN.T).astype(np.float64)
         centre_M = _geometric_median(gram_MM)
-        centre_energy = float(centre_M @ gram_MM @ centre_M)
-        along_M = np.maximum(0.0, gram_MM @ centre_M) / centre_energy if centre_energy > 0 else 0 * ones_M
+        centre_energy = max(0.0, float(centre_M @ gram_MM @ centre_M))
+        divisor = centre_energy + _LEAST_CENTRE**2 * median_low(np.diag(gram_MM).tolist())
+        along_M = np.maximum(0.0, gram_MM @ centre_M) / divisor if divisor > 0 else 0 * ones_M
         deviation_M = np.sqrt(np.maximum(0.0, _distances_squared(gram_MM, centre_M, along_M)))
         length_M = np.maximum(1.0, along_M)
         allowed = MAX_DEVIATION * median_low((deviation_M / length_M).tolist())
-        allowed = max(allowed, free_rms / peak * math.sqrt(num_elements))
+        allowed = max(allowed, free_rms * math.sqrt(num_elements), _LEAST_DEVIATION * math.sqrt(centre_energy))
         # A member that deviates has not done more of the same work, whatever its length along the centre: its length
         # beyond `stretch` is shortened by the same factor f, and the deviation may be `allowed` per unit of the length
         # that is left: f * deviation = allowed * (stretch + (length - stretch) * f). Within bounds, f is 1.
@@ -79,6 +84,16 @@ class Agreement:
         kept_M = np.minimum(along_M, stretch + (length_M - stretch) * factors_M)
         coefficients_M = weights * factors_M + (weights @ (kept_M - factors_M * along_M)) * centre_M
         return cls(coefficients_M, factors_M)
+
+
+def _gram(differences_MN: FloatArray) -> NDArray[np.float64]:
+    """The inner products of the contributions; squares of fp32 values neither over- nor underflow in fp64."""
+    num_members, num_elements = differences_MN.shape
+    gram_MM = np.zeros((num_members, num_members))
+    for begin in range(0, num_elements, _CHUNK):
+        chunk_MK = differences_MN[:, begin : begin + _CHUNK].astype(np.float64)
+        gram_MM += chunk_MK @ chunk_MK.T
+    return gram_MM
 
 
 def _distances_squared(

@@ -3,6 +3,11 @@
 A member signs the root of a Merkle tree over a few parts, and each part comes with its *opening*: the signature and the
 path from the part's leaf to the root. An opening is valid on its own, whoever passes it on.
 
+The tree is a search tree: an inner node has the first part of its right side in its digest, so the number of a part
+decides whether a path goes left or right. Under one root there is therefore one leaf of a part, however its signer made
+the tree. Otherwise a contributor could sign two contributions to a part with one root, give the reducer one of them,
+and let the other prove that the reducer's result is wrong.
+
 The keys are Ed25519 keys, which are short and fast. Each process makes one for a run; a *certificate*, which is part of
 its statements, binds it to the peer's identity. A proof contains the certificates of those whose signatures it needs,
 so it does not depend on the statements.
@@ -24,6 +29,8 @@ from spes_swarm.protocol.members.identity import Identity, verify
 
 DIGEST_BYTES = 32
 SIGNATURE_BYTES = 64
+_PART_BYTES = 4
+STEP_BYTES = _PART_BYTES + DIGEST_BYTES  # of a path
 KEY_BYTES = 32
 MAX_CERTIFICATE_BYTES = KEY_BYTES + 512  # with the signature of an RSA key of 4096 bits
 # Parts under one signature: their encodings are in memory at the same time.
@@ -68,16 +75,10 @@ class SigningKey:
         return self.public + identity.sign(_certified(run_id, self.public))
 
     def commit(self, kind: bytes, exchange: Exchange, leaves: Sequence[bytes]) -> list[Opening]:
-        """Signs leaves, at most MAX_BATCH; returns the opening of each."""
-        levels = [[*leaves, *[bytes(DIGEST_BYTES)] * ((1 << (len(leaves) - 1).bit_length()) - len(leaves))]]
-        while len(levels[-1]) > 1:
-            pairs = levels[-1]
-            levels.append([_parent(pairs[i], pairs[i + 1]) for i in range(0, len(pairs), 2)])
-        signature = self.private.sign(exchange.message(kind, levels[-1][0]))
-        return [
-            Opening(signature, i, tuple(level[(i >> depth) ^ 1] for depth, level in enumerate(levels[:-1])))
-            for i in range(len(leaves))
-        ]
+        """Signs leaves of different parts, at most MAX_BATCH; returns the opening of each."""
+        root, paths = _tree(sorted(leaves))
+        signature = self.private.sign(exchange.message(kind, root))
+        return [Opening(signature, paths[leaf]) for leaf in leaves]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +86,20 @@ class Opening:
     """Shows that a leaf is under a signed root."""
 
     signature: bytes
-    position: int  # of the leaf
-    path: tuple[bytes, ...]  # siblings, from the leaf's to the one below the root
+    path: tuple[bytes, ...]  # from the leaf to the root: the first part on the right of a node, and the leaf's sibling
 
     def root(self, leaf: bytes) -> bytes:
         """The root that must have been signed if the leaf is right."""
-        for depth, sibling in enumerate(self.path):
-            leaf = _parent(sibling, leaf) if self.position >> depth & 1 else _parent(leaf, sibling)
-        return leaf
+        part, node = leaf[:_PART_BYTES], _bottom(leaf)
+        for step in self.path:
+            split, sibling = step[:_PART_BYTES], step[_PART_BYTES:]
+            node = _parent(split, node, sibling) if part < split else _parent(split, sibling, node)
+        return node
 
     @property
     def wire(self) -> bytes:
         """Its encoding."""
-        return b"".join((self.signature, bytes([self.position]), *self.path))
+        return b"".join((self.signature, *self.path))
 
     @classmethod
     def from_wire(cls, data: bytes) -> Self:
@@ -106,12 +108,11 @@ class Opening:
         Raises:
             ProtocolError: (`malformed`) it is not an opening.
         """
-        begin = SIGNATURE_BYTES + 1
-        num_path, rest = divmod(len(data) - begin, DIGEST_BYTES)
-        if rest or not 0 <= num_path <= _MAX_PATH or data[begin - 1] >> num_path:
+        num_path, rest = divmod(len(data) - SIGNATURE_BYTES, STEP_BYTES)
+        if rest or not 0 <= num_path <= _MAX_PATH:
             raise ProtocolError("malformed", f"not an opening: {len(data)} bytes")
-        siblings = (data[begin + i * DIGEST_BYTES : begin + (i + 1) * DIGEST_BYTES] for i in range(num_path))
-        return cls(data[:SIGNATURE_BYTES], data[begin - 1], tuple(siblings))
+        begins = range(SIGNATURE_BYTES, len(data), STEP_BYTES)
+        return cls(data[:SIGNATURE_BYTES], tuple(data[begin : begin + STEP_BYTES] for begin in begins))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +190,28 @@ def digest(*content: bytes) -> bytes:
     return blake3(b"".join(content)).digest()
 
 
-def leaf_of(kind: bytes, content: bytes) -> bytes:
-    """The leaf of a tree that stands for some content."""
-    return digest(b"\0", kind, b"\0", content)
+def leaf_of(kind: bytes, part: int, content: bytes) -> bytes:
+    """The leaf of a tree that stands for some content about a part."""
+    return part.to_bytes(_PART_BYTES, "big") + digest(kind, b"\0", content)
 
 
-def _parent(left: bytes, right: bytes) -> bytes:
-    return digest(b"\1", left, right)
+def _tree(leaves: Sequence[bytes]) -> tuple[bytes, dict[bytes, tuple[bytes, ...]]]:
+    """The root above ascending leaves, and the path of each."""
+    if len(leaves) == 1:
+        return _bottom(leaves[0]), {leaves[0]: ()}
+    half = (len(leaves) + 1) // 2
+    split = leaves[half][:_PART_BYTES]
+    (left, left_paths), (right, right_paths) = _tree(leaves[:half]), _tree(leaves[half:])
+    paths = {leaf: (*path, split + right) for leaf, path in left_paths.items()}
+    return _parent(split, left, right), paths | {leaf: (*path, split + left) for leaf, path in right_paths.items()}
+
+
+def _bottom(leaf: bytes) -> bytes:
+    return digest(b"\0", leaf)
+
+
+def _parent(split: bytes, left: bytes, right: bytes) -> bytes:
+    return digest(b"\1", split, left, right)
 
 
 def _certified(run_id: str, public: bytes) -> bytes:

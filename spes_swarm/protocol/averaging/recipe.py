@@ -1,7 +1,8 @@
 """How the result of a part follows from its contributions, so that anybody can repeat a reducer's work.
 
 All members of a group derive the same recipe from the plan. A reducer signs its digest with each result, so a proof
-needs neither the plan nor the statements behind it.
+needs neither the plan nor the statements behind it. The recipe names the key of each contributor: a peer can certify
+any number of keys, and a contribution that one of them has signed is not signed by the others.
 
 Shapes: M contributions to a part, N elements of it.
 """
@@ -19,13 +20,21 @@ import numpy as np
 from spes_swarm.base.arrays import FloatArray, sum_of_squares
 from spes_swarm.base.errors import ConfigError, ProtocolError
 from spes_swarm.protocol.averaging.agreement import Agreement
-from spes_swarm.protocol.averaging.commitments import digest
-from spes_swarm.protocol.consensus.codec import get_codec
+from spes_swarm.protocol.averaging.commitments import KEY_BYTES, digest
+from spes_swarm.protocol.consensus.codec import Codec, get_codec
 
 # How far a result may be from the mean of its contributions, relative to it: the last bits of sums and products differ
 # between machines.
 TOLERANCE = 1e-3
-_ENERGY_TOLERANCE = 1.001
+# Relative to the contributions, which are longer if they cancel out: a contributor that knows the others' could make
+# the mean arbitrarily short.
+_ROUNDING = 1e-5
+_TINY_RMS = 1e-30  # fp32 has fewer bits below 1e-38
+_HUGE = 1e38  # beyond this, an encoding may overflow on one machine and not on another
+# A value halfway between two codes is rounded up on one machine and down on another, and in small blocks the scale
+# follows. So the mean is moved by this share of its distance to the result, before the two are compared.
+_TOWARDS_RESULT = 3e-4
+_ENERGY_TOLERANCE = 1.001  # for the reducer, 1: no contribution passes there and fails here
 _MAX_ELEMENTS = 1 << 20
 
 
@@ -34,6 +43,7 @@ class Share:
     """One contribution in an average."""
 
     peer_id: str
+    key: bytes  # public; that of its statement, with which it signs what it sends in the exchange
     weight: float
     scale: float  # the factor by which the difference is multiplied
     most_energy: float  # the largest sum of squares that the difference may have; infinite: any
@@ -52,12 +62,16 @@ class Recipe:
     shares: tuple[Share, ...]
 
     @property
+    def content(self) -> list[Any]:
+        """What is encoded."""
+        shares = [[s.peer_id, s.key, s.weight, s.scale, s.most_energy] for s in self.shares]
+        codecs = self.codec, self.result_codec
+        return [self.part, self.num_elements, *codecs, self.free_rms, self.stretch, shares]
+
+    @property
     def wire(self) -> bytes:
         """Its encoding, the same at all members."""
-        shares = [[s.peer_id, s.weight, s.scale, s.most_energy] for s in self.shares]
-        codecs = self.codec, self.result_codec
-        content = [self.part, self.num_elements, *codecs, self.free_rms, self.stretch, shares]
-        return bytes(msgpack.packb(content, use_bin_type=True))
+        return bytes(msgpack.packb(self.content, use_bin_type=True))
 
     @property
     def digest(self) -> bytes:
@@ -81,8 +95,8 @@ class Recipe:
 
 def _share_of(content: Any) -> Share:
     match content:
-        case [str(peer_id), float(weight), float(scale), float(most_energy)]:
-            return Share(peer_id, weight, scale, most_energy)
+        case [str(peer_id), bytes(key), float(weight), float(scale), float(most_energy)]:
+            return Share(peer_id, key, weight, scale, most_energy)
     raise ProtocolError("malformed", "not a share of an average")
 
 
@@ -92,11 +106,13 @@ def _is_plausible(recipe: Recipe) -> bool:
     except ConfigError:
         return False
     return (
-        0 < recipe.num_elements <= _MAX_ELEMENTS
+        not {type(recipe.part), type(recipe.num_elements)} - {int}  # True is an int, too
+        and 0 < recipe.num_elements <= _MAX_ELEMENTS
         and 0 <= recipe.part < 1 << 32
         and recipe.free_rms >= 0
         and 1 <= recipe.stretch < math.inf
-        and len(recipe.shares) > 0
+        and len({s.peer_id for s in recipe.shares}) == len(recipe.shares) > 0
+        and all(len(s.key) == KEY_BYTES for s in recipe.shares)
         and all(0 < s.weight < math.inf and 0 < s.scale <= 1 and s.most_energy >= 0 for s in recipe.shares)
     )
 
@@ -109,15 +125,25 @@ def mean(
     Returns:
         The mean, and the share of each member's deviation that is left.
     """
-    weights_M = np.asarray(weights, dtype=np.float64)
-    coefficients_M, factors = weights_M / weights_M.sum(), [1.0] * len(differences)
+    coefficients, factors = _coefficients(differences, weights, free_rms, stretch)
+    return _combined(coefficients, differences), factors
+
+
+def _coefficients(
+    differences: Sequence[FloatArray], weights: Sequence[float], free_rms: float, stretch: float
+) -> tuple[list[float], list[float]]:
     if math.isfinite(free_rms):
         agreement = Agreement.of(np.stack(differences), list(weights), free_rms, stretch)
-        coefficients_M, factors = agreement.coefficients_M, agreement.factors_M.tolist()
-    mean_N = np.zeros(len(differences[0]), dtype=np.float64)
-    for coefficient, difference_N in zip(coefficients_M.tolist(), differences, strict=True):
-        mean_N += coefficient * difference_N.astype(np.float64)
-    return mean_N.astype(np.float32), factors
+        return agreement.coefficients_M.tolist(), agreement.factors_M.tolist()
+    weights_M = np.asarray(weights, dtype=np.float64)
+    return (weights_M / weights_M.sum()).tolist(), [1.0] * len(differences)
+
+
+def _combined(coefficients: Sequence[float], differences: Sequence[FloatArray]) -> FloatArray:
+    combined_N = np.zeros(len(differences[0]), dtype=np.float64)
+    for coefficient, difference_N in zip(coefficients, differences, strict=True):
+        combined_N += coefficient * difference_N.astype(np.float64)
+    return combined_N.astype(np.float32)
 
 
 def fault_of(recipe: Recipe, result: bytes, contributions: Sequence[bytes]) -> str | None:
@@ -142,19 +168,28 @@ def _fault_of(recipe: Recipe, result: bytes, contributions: Sequence[bytes]) -> 
         if sum_of_squares(difference_N) > _ENERGY_TOLERANCE * share.most_energy:
             return f"the contribution of {share.peer_id} is longer than stated"
         differences.append(difference_N * np.float32(share.scale) if share.scale < 1 else difference_N)
-    mean_N, _ = mean(differences, [share.weight for share in recipe.shares], recipe.free_rms, recipe.stretch)
-    length = sum_of_squares(mean_N)
-    if not math.isfinite(length):
+    weights = [share.weight for share in recipe.shares]
+    coefficients, _ = _coefficients(differences, weights, recipe.free_rms, recipe.stretch)
+    mean_N = _combined(coefficients, differences)
+    if not np.max(np.abs(mean_N)) < _HUGE:
         raise ProtocolError("nonfinite", "the mean of the contributions overflows")
     result_codec = get_codec(recipe.result_codec)
     try:
         claimed_N = result_codec.decode(result, size)
     except ProtocolError as exc:
         return f"the result cannot be decoded: {exc}"
-    nearest_N = result_codec.decode(result_codec.encode(mean_N), size)
-    excess_N = np.abs(claimed_N - mean_N) - np.abs(nearest_N - mean_N)
-    away = sum_of_squares(np.maximum(excess_N, 0))
-    if away <= TOLERANCE**2 * length:
+    away, length = math.sqrt(_excess(result_codec, claimed_N, mean_N)), math.sqrt(sum_of_squares(mean_N))
+    lengths = [abs(c) * math.sqrt(sum_of_squares(d)) for c, d in zip(coefficients, differences, strict=True)]
+    if away <= TOLERANCE * length + _ROUNDING * sum(lengths) + _TINY_RMS * math.sqrt(size):
         return None
-    by = f"by {math.sqrt(away / length):.3g} of its length" if length > 0 else "although that is zero"
+    by = f"by {away / length:.3g} of its length" if length > 0 else "although that is zero"
     return f"the result differs from the mean of its contributions {by}"
+
+
+def _excess(codec: Codec, claimed_N: FloatArray, mean_N: FloatArray) -> float:
+    """How much further a result is from the mean than its codec makes it, as a sum of squares."""
+    exact_N = mean_N.astype(np.float64)
+    near_N = (exact_N + _TOWARDS_RESULT * (claimed_N - exact_N)).astype(np.float32)
+    nearest_N = codec.decode(codec.encode(near_N), len(near_N))
+    excess_N = np.abs(claimed_N - exact_N) - np.abs(nearest_N - exact_N)
+    return float(np.sum(np.square(np.maximum(excess_N, 0))))

@@ -19,6 +19,7 @@ from spes_swarm.protocol.averaging.commitments import (
     DIGEST_BYTES,
     RESULT,
     SIGNATURE_BYTES,
+    STEP_BYTES,
     Commitment,
     Opening,
     digest,
@@ -29,12 +30,11 @@ from spes_swarm.protocol.bitmap import bitmap, members_of, num_bitmap_bytes
 MAX_COMMITMENTS = 1 << 16  # on one stream
 _INDEX = np.dtype("<u2")
 _HEAD = struct.Struct(f"<I{3 * DIGEST_BYTES}s")
-_PART = struct.Struct("<I")
 
 
 def contribution_leaf(part: int, payload: bytes) -> bytes:
     """The leaf that a contributor signs. Its weight follows from the plan, as does the form of its values."""
-    return leaf_of(CONTRIBUTION, _PART.pack(part) + digest(payload))
+    return leaf_of(CONTRIBUTION, part, digest(payload))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Head:
     @property
     def leaf(self) -> bytes:
         """The leaf that is signed."""
-        return leaf_of(RESULT, self.wire)
+        return leaf_of(RESULT, self.part, self.wire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def decode(
     begin = num_bitmap_bytes(num_members)
     included = frozenset(members_of(data[:begin], num_members))
     path = data[begin] if len(data) > begin else 0
-    end = begin + 1 + SIGNATURE_BYTES + 1 + path * DIGEST_BYTES
+    end = begin + 1 + SIGNATURE_BYTES + path * STEP_BYTES
     after = end + _INDEX.itemsize * len(included)
     rest = data[after:]
     if len(data) < after or len(rest) % Commitment.SIZE:

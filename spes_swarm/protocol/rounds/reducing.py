@@ -44,6 +44,7 @@ class Averaging:
 
     plan: Plan
     peer_ids: tuple[str, ...]  # of the members
+    keys: tuple[bytes, ...]  # with which they sign
     codec: Codec
     result_codec: Codec  # of the results of parts with several contributions
     bounded: bool  # contributions must meet the plan's limits
@@ -74,7 +75,7 @@ class Averaging:
         """How the result of a part follows from the contributions of the members that it includes."""
         block_plan = self.plan.block_of(part)
         shares = [
-            Share(self.peer_ids[c.member], c.weight, c.scale, self.most_energy(part, c))
+            Share(self.peer_ids[c.member], self.keys[c.member], c.weight, c.scale, self.most_energy(part, c))
             for c in sorted(block_plan.contributions, key=lambda c: c.member)
             if c.member in included
         ]

@@ -71,8 +71,9 @@ class RoundState:
         self.wanted = {part.index: part for part in plan.wanted(me)}
         self.misquoted: list[int] = []  # parts whose results include work in this member's name that is not its own
         self._exchange = self.group.exchange
-        ids = tuple(member.peer_id for member in self.group.members)
-        self.averaging = Averaging(plan, ids, self.codec, self.result_codec or self.codec, self.bounds.bounded)
+        ids, keys = zip(*((member.peer_id, member.signer.key) for member in self.group.members), strict=True)
+        codecs = self.codec, self.result_codec or self.codec
+        self.averaging = Averaging(plan, ids, keys, *codecs, self.bounds.bounded)
         self.contributions = Contributions(plan, me, self.codec, self.key, self._exchange)
         self._ready: dict[int, dict[int, Frame]] = {}  # of the batch under way, by reducer and part
         self._unsigned: list[tuple[Part, bytes, dict[int, Commitment]]] = []  # results
