@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -24,7 +23,7 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.network.round import sync_round
 from spes_swarm.protocol.averaging.commitments import Commitment
 from spes_swarm.protocol.averaging.signed_result import encode
-from spes_swarm.protocol.rounds.frames import Frame
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Form, Part
 from spes_swarm.protocol.rounds.round_state import RoundState
 
@@ -80,18 +79,19 @@ def _lying_main(kind: str, first_round: int, arguments: list[str]) -> int:
             super()._sign_results()
 
         def result_frame(self, index: int, member: int, sent: dict[Commitment, int] | None = None) -> Frame | None:
-            frame = super().result_frame(index, member, sent)
-            part, result = self.plan.parts[index], self.results.get(index)
-            if kind != "two-faced" or not self.lies or member % 2 or part.reducer != self.me:
-                return frame
-            if frame is None or result is None or result.signed is None or frame.form != Form.DELTA:
-                return frame
+            part = self.plan.parts[index]
+            is_difference = self.plan.block_of(part).result_form(member) is Form.DELTA
+            if kind != "two-faced" or not self.lies or member % 2 or part.reducer != self.me or not is_difference:
+                return super().result_frame(index, member, sent)
+            self._sign_results()
+            result = self.results[index]
+            assert result.signed is not None
             codec = self.averaging.codec_of_result(part)
             opposite = codec.encode(-codec.decode(result.data, part.size))
             roots = dict(zip(sorted(result.included), result.signed.commitments, strict=True))
             (signed,) = self.averaging.sign(self.key, self.group.exchange, [(part, opposite, roots)])
             extra = encode(result.included, self.plan.num_members, signed, {} if sent is None else sent)
-            return replace(frame, extra=extra, payload=opposite)
+            return Frame(FrameKind.DATA, Form.DELTA, index, 0.0, extra, opposite)
 
     with mock.patch.object(sync_round, "RoundState", Liar):
         return join.main(arguments)
