@@ -18,6 +18,7 @@ _COMMANDS = {
     "evaluate": "evaluate an export with lm-evaluation-harness",
     "invite": "invite peers to a private run, and take invitations back",
     "logs": "pack the logs of a peer for a bug report",
+    "proof": "verify proofs that a reducer has lied, offline",
 }
 
 

@@ -35,7 +35,7 @@ from tests.helpers.token_files import token_writer
 pytestmark = pytest.mark.slow
 
 HEAVY = ("torch", "transformers", "hivemind")
-COMMANDS = ("join", "plan", "monitor", "publish", "export", "tokenize", "upcycle", "evaluate", "invite")
+COMMANDS = ("join", "plan", "monitor", "publish", "export", "tokenize", "upcycle", "evaluate", "invite", "proof")
 PEER = "/ip4/192.0.2.1/tcp/1/p2p/QmcGbWygcjpFFa1Tmx6LRxgVbKtWvyn5nMKmaQJ8hKAzY7"
 # Imports once what the commands import, then forks for each command and runs it as `python -m` does: each has its own
 # process, without the second that the imports take.

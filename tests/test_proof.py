@@ -1,0 +1,90 @@
+"""`python -m spes_swarm.proof`: what it prints, and what it needs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from spes_swarm import proof
+from tests.helpers.repository import ROOT
+from tests.helpers.signed_exchange import RUN_ID, hold_exchange, member
+
+# In place of heavy libraries and of the network: importing or using them is an error.
+_ALONE = """
+import socket, sys
+for name in ("torch", "hivemind", "transformers"):
+    sys.modules[name] = None
+def refuse(*arguments, **named):
+    raise AssertionError("a socket")
+socket.socket = refuse
+from spes_swarm.proof import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """A proof, and what looks like one and is not."""
+    lying = hold_exchange(np.random.default_rng(0), lie=lambda mean_N: -mean_N)[1]
+    honest = hold_exchange(np.random.default_rng(0))[1]
+    paths = [tmp_path / "lie.proof", tmp_path / "none.proof"]
+    paths[0].write_bytes(lying.wrong_result())
+    paths[1].write_bytes(honest.wrong_result())
+    return paths
+
+
+def line_of(path: Path) -> str:
+    where = f"round 7 of {RUN_ID}, part 8"
+    what = "the result differs from the mean of its contributions by 2 of its length"
+    return f"{path}: peer {member(0).peer_id} lied in {where}: {what}\n"
+
+
+def test_each_proof_is_one_line(files: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert proof.main([str(files[0]), str(files[0])]) == 0
+    assert capsys.readouterr().out == 2 * line_of(files[0])
+
+
+def test_what_is_not_a_proof_is_a_line_and_the_exit_code(
+    files: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    garbage = tmp_path / "gar\nbage"
+    garbage.write_bytes(b"garbage")
+    assert proof.main([str(files[1]), str(files[0]), str(garbage)]) == 1
+    assert capsys.readouterr().out == (
+        f"{files[1]} proves nothing: proof: the result follows from its contributions\n"
+        f"{line_of(files[0])}"
+        f"{tmp_path}/gar bage proves nothing: malformed: not valid msgpack\n"
+    )
+
+
+def test_a_file_that_cannot_be_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = tmp_path / "large"
+    large.write_bytes(bytes(101))
+    monkeypatch.setattr(proof, "MAX_PROOF_BYTES", 100)
+    for path, why in (
+        (tmp_path / "missing", "cannot be read: No such file or directory"),
+        (tmp_path, "cannot be read: Is a directory"),
+        (large, "is not a proof: it has more than 0 MiB"),
+    ):
+        assert proof.main([str(path)]) == 2
+        assert capsys.readouterr().err == f"proof: {path} {why}\n"
+
+
+@pytest.mark.slow
+def test_it_needs_no_network_and_no_torch(files: list[Path]) -> None:
+    command = [sys.executable, "-c", _ALONE, *map(str, files)]
+    alone = ["unshare", "--map-root-user", "--net"]
+    if shutil.which("unshare") and subprocess.run([*alone, "true"], capture_output=True, check=False).returncode == 0:
+        command = [*alone, *command]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout.startswith(line_of(files[0]))
