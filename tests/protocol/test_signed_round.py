@@ -70,9 +70,11 @@ def begun(
 
 
 def contribute(plan: Plan, states: list[RoundState]) -> dict[tuple[int, int], Frame]:
-    """Delivers all contributions; returns them by (member, part)."""
+    """Delivers all contributions; returns them by (member, part), with those to a member's own parts."""
     sent = {}
     for sender in states:
+        for part, _ in plan.contributed(sender.me, sender.me):
+            sent[sender.me, part.index] = sender.push_frame(part)
         for target in states:
             for part in plan.pushes(sender.me, target.me):
                 sent[sender.me, part.index] = frame = sender.push_frame(part)
@@ -193,14 +195,12 @@ def test_whoever_has_the_contributions_finds_that_a_result_is_right(
     plan, states = begun(codec, result_codec, bounds)
     sent = contribute(plan, states)
     for part in plan.parts:
-        own = states[part.reducer].push_frame(part) if part.reducer in signed_roots(states, part) else None
         frame = result_of(states, part, (part.reducer + 1) % 3)
         included, _, roots = content(frame)
         assert included == {c.member for c in plan.block_of(part).contributions}
         payloads = []
         for member, root in zip(sorted(included), roots, strict=True):
-            contribution = own if member == part.reducer else sent[member, part.index]
-            assert contribution is not None
+            contribution = sent[member, part.index]
             leaf = contribution_leaf(part.index, contribution.form, contribution.weight, contribution.payload)
             opening = Opening.from_wire(contribution.extra)
             exchange = states[0].group.exchange
