@@ -25,6 +25,7 @@ import numpy as np
 from scripts.testing.simulation import Report, Scenario, Simulation, Weibull, traffic
 from spes_swarm.config.run import RoundConfig
 from spes_swarm.network.link.rpc import MAX_RPC_BYTES
+from spes_swarm.protocol.averaging.commitments import SigningKey
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress
@@ -91,7 +92,8 @@ def control_plane(group: Group, num_experts: int) -> dict[str, float]:
         identity = Identity.load_or_create(Path(directory) / "key")
     # The longest statement.
     statement = max((member.statement for member in group.members), key=lambda s: len(s.held))
-    sealed = seal_statement(identity, "simulation", statement)
+    certificate = SigningKey.generate().certificate(identity, "simulation")
+    sealed = seal_statement(identity, "simulation", statement.model_copy(update={"certificate": certificate}))
     progress = Progress(
         expires=2e9,
         name="a-peer-of-the-swarm",

@@ -34,15 +34,17 @@ from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.run_services import RunServices
 from spes_swarm.port.commands import Called, Notification
 from spes_swarm.port.messages import CaughtUp, Presence, SwarmView
+from spes_swarm.protocol.averaging.commitments import Commitment
 from spes_swarm.protocol.bitmap import bitmap
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
-from spes_swarm.protocol.rounds.outcome import CommitReport
-from spes_swarm.protocol.rounds.plan import Contribution, Form, Part
+from spes_swarm.protocol.rounds.outcome import CommitReport, Result
+from spes_swarm.protocol.rounds.plan import Form, Part
 from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.helpers.hosts import MEMBERS
 from tests.helpers.run_settings import settings_without_trainer
+from tests.helpers.signing import signed_result
 
 # frames: every contribution and result is wrong in another way; bytes: streams carry no valid frame; silent: nothing is
 # sent at all; slow: valid frames, but a trickle, and keepalives for ever; two_faced: other results for every member.
@@ -97,17 +99,31 @@ class HostileExchange(Exchange):
     async def run(self, state: RoundState) -> CommitReport:
         """As an honest member, but what is reduced here stays at the old reference, as with those it is hidden from."""
         self.mine = {part.index for part in state.plan.parts if part.reducer == state.me}
+        self.honest: dict[int, Result] = {}
         self._begin(state)
         with contextlib.suppress(TimeoutError, RoundError):
             async with asyncio.timeout(self._limits.timeout_s):
                 await self._transfer(state)
+        self._keep_signed(state)
         for index in self.mine:
             state.results.pop(index, None)
         return state.commit()
 
-    async def _push(
-        self, state: RoundState, reducer: int, parts: list[tuple[Part, Contribution]], deadline: float
-    ) -> None:
+    def _keep_signed(self, state: RoundState) -> None:
+        state._sign_results()
+        self.honest |= {index: result for index, result in state.results.items() if index in self.mine}
+
+    async def _roots(self, state: RoundState, part: Part) -> dict[int, Commitment]:
+        """The signed roots of those whose work has come in time for the result of a part, by member."""
+        while part.index not in state.reduced and state is self._round:
+            await self._reduced.wait(self._limits.stall_timeout_s / 4)
+        self._keep_signed(state)
+        honest = self.honest.get(part.index)
+        if honest is None or honest.signed is None:
+            return {}
+        return dict(zip(sorted(honest.included), honest.signed.commitments, strict=True))
+
+    async def _push(self, state: RoundState, reducer: int, parts: list[Part], deadline: float) -> None:
         peer_id = state.group.members[reducer].peer_id
         with contextlib.suppress(ProtocolError, *STREAM_ERRORS):
             async with open_channel(self._p2p, peer_id, self._push_name, self._limits.stall_timeout_s) as channel:
@@ -117,7 +133,7 @@ class HostileExchange(Exchange):
                 if self.mode == "bytes":
                     channel._writer.write(os.urandom(1000))
                     await channel.receive(1024)
-                for number, (part, contribution) in enumerate(parts):
+                for number, part in enumerate(parts):
                     frame = state.push_frame(part)
                     await channel.send(
                         frame if self.mode in ("slow", "two_faced") else spoil(frame, BAD_CONTRIBUTIONS, number)
@@ -145,8 +161,11 @@ class HostileExchange(Exchange):
             values_N = np.full(part.size, 1e-4 * (member + 1), np.float32)
             included = bitmap((c.member for c in state.plan.block_of(part).contributions), state.plan.num_members)
             form = state.plan.block_of(part).result_form(member)
-            payload = (state.codec if form is Form.DELTA else EXACT).encode(values_N)
-            frame = Frame(FrameKind.DATA, form, index, 0.0, included, payload)
+            if form is Form.DELTA:
+                payload = state.averaging.codec_of_result(part).encode(values_N)
+                frame = signed_result(state, part, payload, await self._roots(state, part))
+            else:
+                frame = Frame(FrameKind.DATA, form, index, 0.0, included, EXACT.encode(values_N))
             await channel.send(frame if self.mode == "two_faced" else spoil(frame, BAD_RESULTS, number + member))
         await channel.send(Frame(FrameKind.END))
 

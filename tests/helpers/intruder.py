@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,12 @@ class Intruder:
     kind: str
     journal: Path
     seen: set[bytes] = field(default_factory=set)  # ids of its groups
+    key: SigningKey = field(default_factory=SigningKey.generate)
+
+    @cached_property
+    def certificate(self) -> bytes:
+        """Shows that `key` is this peer's."""
+        return self.key.certificate(self.identity, self.manifest.run_id)
 
     def statement(self, table: ReferenceTable) -> Statement:
         """The statement for the round after the one that a table belongs to."""
@@ -92,7 +99,7 @@ class Intruder:
             fixed=True,
             leaving=False,
             leased=bytes(num_bitmap_bytes(self.layout.num_experts)),
-            certificate=SigningKey.generate().certificate(self.identity, self.manifest.run_id),
+            certificate=self.certificate,
         )
 
     async def haunt(self, peer_id: str) -> None:
@@ -136,7 +143,9 @@ class Intruder:
             codecs = get_codec(run.round.codec), get_codec(run.round.codec_of_results)
             bounds = Bounds(max_update_rms=1e30, bounded=False)
             reference = Reference(self.layout, values_N)
-            state = FlippedState(group, plan, me, reference, values_N, codecs[0], bounds, result_codec=codecs[1])
+            state = FlippedState(
+                group, plan, me, reference, values_N, codecs[0], bounds, self.key, result_codec=codecs[1]
+            )
             self.exchange._begin(state)
 
 

@@ -13,7 +13,7 @@ from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement
-from tests.helpers.rounds import RUN_ID, identities, sign_statement
+from tests.helpers.rounds import RUN_ID, certified, identities, sign_statement
 from tests.helpers.virtual_time import at, run_at_once
 
 WINDOW_S = 10.0
@@ -41,6 +41,7 @@ def statement_fields() -> dict[str, object]:
         "fixed": False,
         "leaving": False,
         "leased": b"\0",
+        "certificate": b"",
     }
 
 
@@ -87,6 +88,13 @@ class FakeRpc:
             answering.cancel()
 
 
+class CertifiedRendezvous(Rendezvous):
+    """Adds a peer's certificate to its statements, so that all peers of a test can join with the same one."""
+
+    async def join(self, statement: Statement) -> Group:
+        return await super().join(certified(self.identity, RUN_ID, statement))
+
+
 class Meeting:
     """Peers that know each other."""
 
@@ -119,7 +127,7 @@ class Meeting:
             for name, other in self.identity.items()
             if other is not who and not alone
         ]
-        return Rendezvous(
+        return CertifiedRendezvous(
             FakeRpc(self.wire, who.peer_id),  # type: ignore[arg-type]
             who,
             RUN_ID,

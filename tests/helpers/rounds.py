@@ -53,9 +53,14 @@ def certificate(who: Identity, run_id: str = RUN_ID) -> bytes:
     return KEY.certificate(who, run_id)
 
 
+def certified(who: Identity, run_id: str, statement: Statement) -> Statement:
+    """A statement with the certificate of its peer."""
+    return statement.model_copy(update={"certificate": certificate(who, run_id)})
+
+
 def sign_statement(who: Identity, run_id: str, statement: Statement) -> bytes:
     """A peer's signed statement, with its certificate."""
-    return seal_statement(who, run_id, statement.model_copy(update={"certificate": certificate(who, run_id)}))
+    return seal_statement(who, run_id, certified(who, run_id, statement))
 
 
 def identities(count: int) -> list[Identity]:

@@ -11,10 +11,11 @@ import pytest
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.round.gathering import POLL_S
 from spes_swarm.network.round.rendezvous import Rendezvous
+from spes_swarm.protocol.averaging.commitments import Signer, SigningKey
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.protocol.rounds.statement import Group, Statement, form_group
+from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
 from tests.helpers.meeting import EXCHANGE_S, WINDOW_S, Meeting, statement_fields
-from tests.helpers.rounds import RUN_ID, identities, identity, sign_statement
+from tests.helpers.rounds import KEY, RUN_ID, certificate, identities, identity, sign_statement
 from tests.helpers.virtual_time import run_at_once
 
 # Statements.
@@ -58,6 +59,8 @@ from tests.helpers.virtual_time import run_at_once
         ("leaving", 0),
         ("leased", b""),
         ("leased", bytes(2)),
+        ("certificate", bytes(545)),  # of an RSA key of more than 4096 bits
+        ("certificate", "no bytes"),
     ],
 )
 def test_absurd_statements_are_refused(field: str, value: object) -> None:
@@ -79,6 +82,22 @@ def test_a_statement_serves_for_its_round_and_run_only() -> None:
         assert caught.value.kind == kind
     with pytest.raises(ProtocolError, match="duplicate"):
         form_group(RUN_ID, 5, [sealed, sealed], 3)
+
+
+def test_the_key_in_a_statement_is_certified_by_its_peer_for_the_run() -> None:
+    who, other = identities(2)
+    good, public = certificate(who), KEY.public
+    another = SigningKey.generate().public
+    for wrong in (b"", public, good[:-1], good + b"\0", another + good[len(another) :], certificate(other)):
+        statement = Statement.model_validate({**statement_fields(), "certificate": wrong})
+        with pytest.raises(ProtocolError, match="signature"):
+            form_group(RUN_ID, 5, [seal_statement(who, RUN_ID, statement)], 3)
+    of_another_run = Statement.model_validate({**statement_fields(), "certificate": certificate(who, "other-run")})
+    with pytest.raises(ProtocolError, match="signature"):
+        form_group(RUN_ID, 5, [seal_statement(who, RUN_ID, of_another_run)], 3)
+    (member,) = form_group(RUN_ID, 5, [sign_statement(who, RUN_ID, of_another_run)], 3).members
+    assert member.signer == Signer(who.peer_id, public)
+    assert Signer.of(member.credentials, RUN_ID) == member.signer
 
 
 # The rendezvous.

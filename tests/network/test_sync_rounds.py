@@ -26,6 +26,7 @@ def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
     me, newcomer = identities(2)
     settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
     run = RunState.of(me, settings)
+    run.key = KEY  # which `form` certifies
     for vector in vectors:
         vector.close()
     faults: list[tuple[int, str, str]] = []

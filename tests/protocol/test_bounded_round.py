@@ -8,9 +8,8 @@ import pytest
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging.clipping import MAX_ROUNDS_APART
-from spes_swarm.protocol.bitmap import bitmap
 from spes_swarm.protocol.rounds import round_faults
-from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from spes_swarm.protocol.rounds.frames import Frame
 from spes_swarm.protocol.rounds.plan import BlockPlan, Form, make_plan
 from spes_swarm.protocol.rounds.result_bounds import excessive_results
 from spes_swarm.protocol.rounds.round_state import RoundState
@@ -31,6 +30,7 @@ from tests.helpers.bounded_rounds import (
     trained,
 )
 from tests.helpers.rounds import BOUNDED, KEY, FakePeer, form, hold_round, small_layout
+from tests.helpers.signing import signed_result, signed_roots
 
 
 @pytest.mark.parametrize("loud", [3 * STEP, 0.9, 300.0])
@@ -194,10 +194,10 @@ def test_results_longer_than_their_contributions_are_dropped_by_all(length: floa
     for part in plan.parts:
         if part.reducer == HOSTILE:
             values_N = np.random.default_rng(part.index).normal(0, length * STEP, part.size).astype(np.float32)
-            included = bitmap((c.member for c in plan.block_of(part).contributions), plan.num_members)
             payload = states[0].codec.encode(values_N)
+            frame = signed_result(states[HOSTILE], part, payload, signed_roots(states, part))
             for state in receivers:
-                state.store_result(Frame(FrameKind.DATA, Form.DELTA, part.index, 0.0, included, payload))
+                state.store_result(frame)
     theirs = {part.index for part in plan.parts if part.reducer == HOSTILE}
     faults = [state.refuse_excessive() for state in receivers]
     dropped = [theirs - state.results.keys() for state in receivers]
@@ -273,7 +273,7 @@ def accepted_from_afar(last_commit: int | None, apart: float = 1.0) -> list[tupl
         states[0].group, plan, 0, peers[0].reference, peers[0].live_N, states[0].codec, BOUNDED, KEY, tracks=met
     )
     counted = []
-    for part in plan.pushes(HOSTILE, 0):
+    for part, contribution in plan.contributed(HOSTILE, 0):
         state.accept(HOSTILE, states[HOSTILE].push_frame(part))
         where = slice(part.start, part.start + part.size)
         sent_N = peers[HOSTILE].live_N[where] - peers[0].reference.values_N[where]

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.protocol.bitmap import bitmap
 from spes_swarm.protocol.consensus.codec import EXACT, get_codec
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.helpers.rounds import KEY, UNBOUNDED, FakePeer, form, hold_round, peer, small_layout
+from tests.helpers.signing import resigned_result, signed_result, signed_roots
 
 HOSTILE = 2  # index of the hostile member among three
 LOSSY = ("fp16", "int8", "int4")
@@ -51,6 +51,16 @@ def scaled(scale: float, value: float, frame: Frame, codec: str) -> Frame:
     return dataclasses.replace(frame, payload=header + struct.pack("<e", value) + b"\x01" * (len(frame.payload) - 6))
 
 
+def other_value(frame: Frame, codec: str) -> Frame:
+    """Right in all but its last value."""
+    return dataclasses.replace(frame, payload=frame.payload[:-1] + bytes([frame.payload[-1] ^ 1]))
+
+
+def other_signature(frame: Frame, codec: str) -> Frame:
+    """Right in all but the last byte of what goes along, which is a part of a path or a signature."""
+    return dataclasses.replace(frame, extra=frame.extra[:-1] + bytes([frame.extra[-1] ^ 1]))
+
+
 # What a hostile contributor sends in place of a right frame, and how it is named.
 BAD_CONTRIBUTIONS: dict[str, tuple[Spoil, str]] = {
     "no part of this round": (lambda f, c: dataclasses.replace(f, part=2**32 - 1), "part"),
@@ -73,20 +83,18 @@ BAD_CONTRIBUTIONS: dict[str, tuple[Spoil, str]] = {
     "NaN weight": (lambda f, c: dataclasses.replace(f, weight=math.nan), "weight"),
     "negative weight": (lambda f, c: dataclasses.replace(f, weight=-1.0), "weight"),
     "infinite weight": (lambda f, c: dataclasses.replace(f, weight=math.inf), "weight"),
+    "another value than signed": (other_value, "signature"),
+    "another signature": (other_signature, "signature"),
+    "no signature": (lambda f, c: dataclasses.replace(f, extra=b""), "malformed"),
 }
 BAD_RESULTS: dict[str, tuple[Spoil, str]] = {
     **{name: case for name, case in BAD_CONTRIBUTIONS.items() if "weight" not in name},
     "full values instead of a difference": (
-        lambda f, c: dataclasses.replace(f, form=Form.FULL, payload=float_bytes(1e38, num_values(f, c))),
-        "norm",
+        lambda f, c: dataclasses.replace(f, form=Form.FULL, payload=float_bytes(0.1, num_values(f, c))),
+        "form",
     ),
-    "full values of the wrong length": (lambda f, c: dataclasses.replace(f, form=Form.FULL), "shape"),
-    "NaN as full values": (
-        lambda f, c: dataclasses.replace(f, form=Form.FULL, payload=float_bytes(math.nan, num_values(f, c))),
-        "nonfinite",
-    ),
-    "no bitmap": (lambda f, c: dataclasses.replace(f, extra=b""), "malformed"),
-    "long bitmap": (lambda f, c: dataclasses.replace(f, extra=b"\xff" * 4096), "malformed"),
+    "a bitmap alone": (lambda f, c: dataclasses.replace(f, extra=f.extra[:1]), "malformed"),
+    "too much": (lambda f, c: dataclasses.replace(f, extra=b"\xff" * 4096), "malformed"),
 }
 
 
@@ -240,8 +248,9 @@ def test_a_result_cannot_name_members_that_do_not_contribute() -> None:
     assert part.reducer == HOSTILE
     frame = states[HOSTILE].result_frame(part.index, 0)
     assert frame is not None
-    with pytest.raises(ProtocolError, match="malformed"):
-        states[0].store_result(dataclasses.replace(frame, extra=bitmap([0, HOSTILE], 3)))
+    roots = dict.fromkeys((0, HOSTILE), signed_roots(states, part)[HOSTILE])
+    with pytest.raises(ProtocolError, match=r"malformed: .* names members that do not contribute"):
+        states[0].store_result(signed_result(states[HOSTILE], part, frame.payload, roots))
     states[0].store_result(frame)
 
 
@@ -282,7 +291,8 @@ def test_different_results_for_different_members_heal_in_the_next_round(codec: s
 
     def results(receiver: int, frame: Frame) -> None:
         lie_N = np.full(plan.parts[frame.part].size, 1e-3 * (receiver + 1), np.float32)
-        states[receiver].store_result(dataclasses.replace(frame, payload=get_codec(codec).encode(lie_N)))
+        lie = dataclasses.replace(frame, payload=get_codec(codec).encode(lie_N))
+        states[receiver].store_result(resigned_result(states[HOSTILE], lie))
 
     for sender in states[:HOSTILE]:
         for part in plan.pushes(sender.me, HOSTILE):
@@ -353,8 +363,8 @@ def test_arbitrary_results_are_refused_or_valid(results: list[Frame], codec: str
     assert Reference(state.reference.layout, state.reference.values_N).digests == state.reference.digests
 
 
-def test_a_full_contribution_that_overflows_is_refused() -> None:
-    """A member whose base is as new as the swarm's, but another one, sends full values: the swarm had split."""
+def split_peers() -> tuple[Plan, list[RoundState]]:
+    """One has a base as new as the swarm's, but another one: the swarm had split."""
     peers, _, _ = three_peers()
     for p in peers:
         p.reference.finish(1, [(0, 1)])
@@ -362,8 +372,35 @@ def test_a_full_contribution_that_overflows_is_refused() -> None:
     peers[HOSTILE].reference.finish(1, [(0, 1)])
     group = form(peers, 2)
     plan = make_plan(group, peers[0].reference.layout, 64)
-    state = RoundState(group, plan, 0, peers[0].reference, peers[0].live_N, CODEC, UNBOUNDED, KEY)
-    part, contribution = next((p, c) for p, c in plan.pushes(HOSTILE, 0) if c.form is Form.FULL)
+    states = [RoundState(group, plan, i, p.reference, p.live_N, CODEC, UNBOUNDED, KEY) for i, p in enumerate(peers)]
+    return plan, states
+
+
+@pytest.mark.parametrize(
+    ("length", "value", "kind"), [(-1, 0.1, "shape"), (1, 0.1, "shape"), (0, math.nan, "nonfinite")]
+)
+def test_bad_full_values_are_refused_as_a_result_where_the_base_is_another(
+    length: int, value: float, kind: str
+) -> None:
+    plan, states = split_peers()
+    for sender in states:
+        for part in plan.pushes(sender.me, 0):
+            states[0].accept(sender.me, sender.push_frame(part))
+    results = [states[0].result_frame(index, HOSTILE) for index in states[0].reduced]
+    full = [frame for frame in results if frame is not None and frame.form is Form.FULL]
+    assert full
+    for frame in full:
+        wrong = dataclasses.replace(frame, payload=float_bytes(value, len(frame.payload) // 4 + length))
+        with pytest.raises(ProtocolError) as caught:
+            states[HOSTILE].store_result(wrong)
+        assert caught.value.kind == kind
+        assert frame.part in states[HOSTILE].missing()
+        states[HOSTILE].store_result(frame)
+
+
+def test_a_full_contribution_that_overflows_is_refused() -> None:
+    plan, (state, *_) = split_peers()
+    part, contribution = next((p, c) for p, c in plan.contributed(HOSTILE, 0) if c.form is Form.FULL)
     state.reference.values_N[part.start : part.start + part.size] = -3e38
     payload = EXACT.encode(np.full(part.size, 3e38, np.float32))
     with pytest.raises(ProtocolError, match="norm"):

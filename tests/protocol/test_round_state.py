@@ -11,7 +11,8 @@ import pytest
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.run import RunConfig
 from spes_swarm.network.round.deadlines import ExchangeLimits
-from spes_swarm.protocol.bitmap import bitmap, members_of
+from spes_swarm.protocol.averaging.commitments import Opening
+from spes_swarm.protocol.averaging.signed_result import decode
 from spes_swarm.protocol.consensus.codec import EXACT, get_codec
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.outcome import Bounds
@@ -19,6 +20,7 @@ from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 from tests.helpers.rounds import BOUNDED, KEY, UNBOUNDED, FakePeer, form, peer, small_layout
+from tests.helpers.signing import resigned_contribution, signed_result, signed_roots
 from tests.helpers.swarm import TINY_RUN, merged
 
 LAYOUT = small_layout(3)
@@ -98,7 +100,7 @@ def test_what_came_is_counted() -> None:
     state.on_reduced = lambda: completions.append(state.reduced[-1])
     reduced = list(state.reduced)
     frames = [sender.push_frame(what) for what in plan.pushes(1, 0)]
-    assert all(frame.kind is FrameKind.DATA and frame.extra == b"" for frame in frames)
+    assert all(frame.kind is FrameKind.DATA and Opening.from_wire(frame.extra) for frame in frames)
     for frame in frames:
         state.accept(1, frame)
     assert state.payload_bytes_received == sum(len(frame.payload) for frame in frames)
@@ -117,7 +119,7 @@ def test_results_become_ready_one_by_one_and_say_who_is_in_them() -> None:
             assert frame.part == index
             assert frame.weight == 0.0
             contributors = {c.member for c in plan.block_of(plan.parts[index]).contributions}
-            assert set(members_of(frame.extra, 3)) == contributors
+            assert decode(frame.extra, 3, [])[0] == contributors
 
 
 def test_the_report_of_a_commit() -> None:
@@ -243,9 +245,11 @@ def test_a_refused_result_names_the_part_and_what_is_wrong_with_it() -> None:
             states[0].store_result(wrong)
         assert caught.value.kind == kind
     held_by_one = next(p for p in plan.parts if p.block == 1 and p.reducer != 1)
-    result = states[held_by_one.reducer].result_frame(held_by_one.index, 1)
+    reducer = states[held_by_one.reducer]
+    result = reducer.result_frame(held_by_one.index, 1)
     assert result is not None
-    named = dataclasses.replace(result, extra=bitmap({0, 1, 2}, 3))
+    roots = dict.fromkeys(range(3), signed_roots(states, held_by_one)[0])
+    named = signed_result(reducer, held_by_one, result.payload, roots)
     with pytest.raises(ProtocolError, match=f"part {held_by_one.index} names members that do not") as caught:
         states[1].store_result(named)
     assert caught.value.kind == "malformed"
@@ -267,7 +271,8 @@ def lengthened(factor: float, num_parts: int | None = None) -> tuple[int, int]:
         frame = states[1].push_frame(part)
         if num_parts is None or i < num_parts:
             values_N = factor * get_codec("fp32").decode(frame.payload, part.size)
-            frame = dataclasses.replace(frame, payload=get_codec("fp32").encode(values_N))
+            longer = dataclasses.replace(frame, payload=get_codec("fp32").encode(values_N))
+            frame = resigned_contribution(states[1], longer)
         refusals: list[ProtocolError] = []
         try:
             states[0].accept(1, frame)
@@ -299,8 +304,9 @@ def test_full_values_are_not_bounded_in_a_run_without_bounds() -> None:
         pushes = [push for push in plan.pushes(2, 0) if push.block == 0]
         assert pushes
         for part in pushes:
-            assert contribution.form is Form.FULL
-            states[0].accept(2, states[2].push_frame(part))
+            frame = states[2].push_frame(part)
+            assert frame.form is Form.FULL
+            states[0].accept(2, frame)
         lengths = [
             math.sqrt(float(np.mean(np.square(states[0]._accumulators[part.index].differences[2])))) for part in pushes
         ]
