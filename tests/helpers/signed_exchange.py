@@ -137,7 +137,7 @@ def hold_exchange(
     payloads = {part: [get_codec(codec).encode(each) for each in values[part]] for part in parts}
     openings = []
     for i, who in enumerate(members):
-        leaves = [contribution_leaf(part, 0, weights[i], payloads[part][i]) for part in parts]
+        leaves = [contribution_leaf(part, payloads[part][i]) for part in parts]
         openings.append((members[0] if i == forge else who).key.commit(CONTRIBUTION, exchange, leaves))
     made = []
     for number, part in enumerate(parts):
@@ -150,8 +150,8 @@ def hold_exchange(
             for who, payload, opened in zip(members, payloads[part], openings, strict=True)
         ]
         roots = tuple(
-            Commitment(each.opening.root(contribution_leaf(part, 0, weight, each.payload)), each.opening.signature)
-            for each, weight in zip(contributions, weights, strict=True)
+            Commitment(each.opening.root(contribution_leaf(part, each.payload)), each.opening.signature)
+            for each in contributions
         )
         made.append((recipe, result, contributions, roots, head_of(part, recipe.digest, result, roots)))
     signed = members[0].key.commit(RESULT, exchange, [head.leaf for *_, head in made])

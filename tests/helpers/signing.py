@@ -14,7 +14,7 @@ from spes_swarm.protocol.rounds.round_state import RoundState
 
 def resigned_contribution(sender: RoundState, frame: Frame) -> Frame:
     """A contribution, whatever it says now, signed by its sender."""
-    leaf = contribution_leaf(frame.part, frame.form, frame.weight, frame.payload)
+    leaf = contribution_leaf(frame.part, frame.payload)
     (opening,) = sender.key.commit(CONTRIBUTION, sender.group.exchange, [leaf])
     return dataclasses.replace(frame, extra=opening.wire)
 

@@ -133,7 +133,7 @@ def _contradicted(made: Reduced, opening: Callable[[bytes, bytes], Opening]) -> 
     """The last contributor shows others another contribution than it has sent to the reducer."""
     last, share = made.contributions[-1], made.recipe.shares[-1]
     other = get_codec(made.recipe.codec).encode(np.ones(made.recipe.num_elements, dtype=np.float32))
-    leaves = [contribution_leaf(made.recipe.part, 0, share.weight, payload) for payload in (last.payload, other)]
+    leaves = [contribution_leaf(made.recipe.part, payload) for payload in (last.payload, other)]
     shown = SignedContribution(last.credentials, other, opening(*leaves))
     refused(
         dataclasses.replace(made, contributions=[*made.contributions[:-1], shown]).wrong_result(), "proof|signature"
@@ -153,7 +153,7 @@ def test_nor_one_that_has_put_two_contributions_under_one_root() -> None:
     last, share = made.contributions[-1], made.recipe.shares[-1]
     part, key = made.recipe.part, made.contributors[-1].key
     other = get_codec(made.recipe.codec).encode(np.ones(made.recipe.num_elements, dtype=np.float32))
-    sent, shown = (contribution_leaf(part, 0, share.weight, payload) for payload in (last.payload, other))
+    sent, shown = (contribution_leaf(part, payload) for payload in (last.payload, other))
     for split in range(part - 1, part + 3):
         for left, right in ((sent, shown), (shown, sent)):
             bottoms = [blake3(b"\0" + leaf).digest() for leaf in (left, right)]
@@ -191,7 +191,7 @@ def test_contributions_that_are_not_finite_prove_nothing() -> None:
     made = exchange(codec="fp32", result_codec="fp32", lie=flip)
     who, share, part = made.contributors[2], made.recipe.shares[2], made.recipe.part
     payload = poisoned(made.contributions[2].payload)
-    (opening,) = who.key.commit(CONTRIBUTION, EXCHANGE, [leaf := contribution_leaf(part, 0, share.weight, payload)])
+    (opening,) = who.key.commit(CONTRIBUTION, EXCHANGE, [leaf := contribution_leaf(part, payload)])
     commitments = (*made.signed.commitments[:2], Commitment(opening.root(leaf), opening.signature))
     head = head_of(part, made.recipe.digest, made.result, commitments)
     signed = SignedResult(head, made.reducer.key.commit(RESULT, EXCHANGE, [head.leaf])[0], commitments)

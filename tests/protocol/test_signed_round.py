@@ -110,7 +110,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 def opened(key: SigningKey, state: RoundState, frame: Frame, kind: bytes = CONTRIBUTION, **changes: object) -> Frame:
     """A contribution that a key signs for an exchange with these changes."""
-    leaf = contribution_leaf(frame.part, frame.form, frame.weight, frame.payload)
+    leaf = contribution_leaf(frame.part, frame.payload)
     (opening,) = key.commit(kind, state.group.exchange._replace(**changes), [leaf])  # type: ignore[arg-type]
     return dataclasses.replace(frame, extra=opening.wire)
 
@@ -201,7 +201,7 @@ def test_whoever_has_the_contributions_finds_that_a_result_is_right(
         payloads = []
         for member, root in zip(sorted(included), roots, strict=True):
             contribution = sent[member, part.index]
-            leaf = contribution_leaf(part.index, contribution.form, contribution.weight, contribution.payload)
+            leaf = contribution_leaf(part.index, contribution.payload)
             opening = Opening.from_wire(contribution.extra)
             exchange = states[0].group.exchange
             assert states[0].group.members[member].signer.commitment(CONTRIBUTION, exchange, leaf, opening) == root

@@ -49,7 +49,6 @@ _FORMAT: Final = "spes_swarm proof 1"
 _WRONG: Final = "result"
 _FORGED: Final = "forged"
 _TWO: Final = "two-results"
-_DELTA = 0  # the form of a contribution that is a difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +209,7 @@ def _check_contribution(exchange: Exchange, part: int, share: Share, commitment:
     match content:
         case [bytes(key), bytes(certificate), bytes(payload), bytes(opening)]:
             signer = _signer_of(share, Credentials(key, certificate), exchange)
-            leaf = contribution_leaf(part, _DELTA, share.weight, payload)
+            leaf = contribution_leaf(part, payload)
             if signer.commitment(CONTRIBUTION, exchange, leaf, Opening.from_wire(opening)) != commitment:
                 raise ProtocolError("proof", f"the result does not include this contribution of {signer.peer_id}")
             return payload
