@@ -125,16 +125,8 @@ class RunServices(RunCommands):
         self._token_count = TokenCount(
             rpc, state, self._announcer, lambda: self.reachable, lambda: self._rendezvous.gathering
         )
-        self._rounds = SyncRounds(
-            state,
-            self._rendezvous,
-            self._exchange,
-            self._audits,
-            self._transfer,
-            self._moments,
-            self._announcer,
-            listener,
-        )
+        services = self._exchange, self._audits, self._transfer, self._moments, self._announcer
+        self._rounds = SyncRounds(state, self._rendezvous, *services, listener)
         self._records: Records | None = None
 
     async def start(self) -> None:
