@@ -141,7 +141,9 @@ def hold_exchange(
         openings.append((members[0] if i == forge else who).key.commit(CONTRIBUTION, exchange, leaves))
     made = []
     for number, part in enumerate(parts):
-        shares = tuple(Share(m.peer_id, m.public, w, 1.0, 1e3) for m, w in zip(members, weights, strict=True))
+        shares = tuple(
+            Share(m.peer_id, m.public, w, 1.0, 1e3, full=False) for m, w in zip(members, weights, strict=True)
+        )
         recipe = Recipe(part, num_elements, codec, result_codec, free_rms, 1.0, shares)
         decoded = [get_codec(codec).decode(payload, num_elements) for payload in payloads[part]]
         result = get_codec(result_codec).encode(lie(mean(decoded, weights, free_rms, 1.0)[0]))

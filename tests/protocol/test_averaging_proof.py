@@ -131,7 +131,7 @@ def test_a_contributor_with_two_keys_has_signed_with_the_one_that_the_recipe_nam
 
 def _contradicted(made: Reduced, opening: Callable[[bytes, bytes], Opening]) -> None:
     """The last contributor shows others another contribution than it has sent to the reducer."""
-    last, share = made.contributions[-1], made.recipe.shares[-1]
+    last = made.contributions[-1]
     other = get_codec(made.recipe.codec).encode(np.ones(made.recipe.num_elements, dtype=np.float32))
     leaves = [contribution_leaf(made.recipe.part, payload) for payload in (last.payload, other)]
     shown = SignedContribution(last.credentials, other, opening(*leaves))
@@ -150,7 +150,7 @@ def test_a_contributor_that_contradicts_itself_frames_nobody() -> None:
 def test_nor_one_that_has_put_two_contributions_under_one_root() -> None:
     """The reducer has averaged the one that it was sent, and includes the root of both."""
     made = exchange()
-    last, share = made.contributions[-1], made.recipe.shares[-1]
+    last = made.contributions[-1]
     part, key = made.recipe.part, made.contributors[-1].key
     other = get_codec(made.recipe.codec).encode(np.ones(made.recipe.num_elements, dtype=np.float32))
     sent, shown = (contribution_leaf(part, payload) for payload in (last.payload, other))
@@ -189,7 +189,7 @@ def test_contributions_that_are_not_finite_prove_nothing() -> None:
         return values[:4] + b"\0\0\xc0\x7f" + values[8:]  # NaN
 
     made = exchange(codec="fp32", result_codec="fp32", lie=flip)
-    who, share, part = made.contributors[2], made.recipe.shares[2], made.recipe.part
+    who, part = made.contributors[2], made.recipe.part
     payload = poisoned(made.contributions[2].payload)
     (opening,) = who.key.commit(CONTRIBUTION, EXCHANGE, [leaf := contribution_leaf(part, payload)])
     commitments = (*made.signed.commitments[:2], Commitment(opening.root(leaf), opening.signature))

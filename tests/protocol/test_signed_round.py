@@ -118,7 +118,7 @@ def opened(key: SigningKey, state: RoundState, frame: Frame, kind: bytes = CONTR
 NOT_SIGNED: dict[str, tuple[Callable[[list[RoundState], Frame], Frame], str]] = {
     "nothing": (lambda states, frame: dataclasses.replace(frame, extra=b""), "malformed"),
     "half a signature": (lambda states, frame: dataclasses.replace(frame, extra=frame.extra[:32]), "malformed"),
-    "zeros": (lambda states, frame: dataclasses.replace(frame, extra=bytes(SIGNATURE_BYTES + 1)), "signature"),
+    "zeros": (lambda states, frame: dataclasses.replace(frame, extra=bytes(SIGNATURE_BYTES)), "signature"),
     "by another member": (lambda states, frame: resigned_contribution(states[OTHER], frame), "signature"),
     "by nobody": (lambda states, frame: opened(SigningKey.generate(), states[ME], frame), "signature"),
     "as a result": (lambda states, frame: opened(states[ME].key, states[ME], frame, RESULT), "signature"),

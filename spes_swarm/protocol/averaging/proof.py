@@ -9,6 +9,7 @@ A proof shows only what its culprit has signed, so nobody else can make one abou
 - Certificates and signatures name the run, and signatures the exchange. They are good nowhere else.
 - A contribution is the one that the reducer has included: its result names the root above it, under which there is one
   contribution to a part (see commitments.py).
+- A contribution is a difference if the recipe says so: nothing is concluded from full values.
 - A contributor's key is the one that the reducer's recipe names, whichever others that peer has certified.
 - A result is wrong only if it is further from the mean than rounding, on whatever machine, can bring it (see
   recipe.py).
