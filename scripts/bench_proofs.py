@@ -33,7 +33,7 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging.commitments import Opening
 from spes_swarm.protocol.averaging.proof import open_proof
 from spes_swarm.protocol.averaging.recipe import Recipe
-from spes_swarm.protocol.averaging.signed_result import decode, encode
+from spes_swarm.protocol.averaging.signed_result import contribution_leaf, decode, encode
 from spes_swarm.protocol.consensus.codec import CODECS, get_codec
 from tests.helpers.signed_exchange import EXCHANGE, Lie, Reduced, differences, hold_exchange, honest
 
@@ -103,6 +103,11 @@ def _two_faced(seed: int) -> bytes:
     return made.two_results(made.sign_again(made.recipe.part, other))
 
 
+def _misquoted(seed: int) -> bytes:
+    leaves = [contribution_leaf(part, b"payload of %d" % part) for part in (1, 2, 100 + seed)]
+    return an_exchange(seed).quoting(1, leaves).misquoted(1, leaves)
+
+
 def _wrong(lie: Callable[[FloatArray, int], FloatArray], seed: int) -> bytes:
     return an_exchange(seed, lambda mean_N: lie(mean_N, seed)).wrong_result()
 
@@ -114,6 +119,7 @@ LIES: Final[dict[str, Maker]] = {
     "stale": partial(_wrong, _stale),
     "copied": partial(_wrong, _copied),
     "forged": lambda seed: an_exchange(seed, forge=1).forged(1),
+    "misquoted": _misquoted,
     "two-faced": _two_faced,
 }
 
@@ -260,7 +266,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, default=Path("runs/proofs.json"), help="where the rows are written")
     options = parser.parse_args(argv)
     if options.quick:
-        options.lies, options.mutations, options.fuzz = 14, 500, 500
+        options.lies, options.mutations, options.fuzz = 16, 500, 500
     return options
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from spes_swarm.base.arguments import end_program, exit_code
 from spes_swarm.base.errors import ProtocolError, UserError, os_errors_as
 from spes_swarm.config.command_line import command_parser
-from spes_swarm.protocol.averaging.proof import MAX_PROOF_BYTES, open_proof
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +33,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _verify(path: Path) -> bool:
     """Prints what a file proves; returns False if that is nothing."""
-    data = _read(path)
+    from spes_swarm.protocol.averaging.proof import MAX_PROOF_BYTES, open_proof  # imports numpy
+
+    data = _read(path, MAX_PROOF_BYTES)
     try:
         proof = open_proof(data)
     except ProtocolError as exc:
@@ -45,11 +46,11 @@ def _verify(path: Path) -> bool:
     return True
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, max_bytes: int) -> bytes:
     with os_errors_as(UserError, f"{path} cannot be read"), path.open("rb") as file:
-        data = file.read(MAX_PROOF_BYTES + 1)
-    if len(data) > MAX_PROOF_BYTES:
-        raise UserError(f"{path} is not a proof: it has more than {MAX_PROOF_BYTES >> 20} MiB")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise UserError(f"{path} is not a proof: it has more than {max_bytes >> 20} MiB")
     return data
 
 

@@ -68,7 +68,7 @@ def test_a_file_that_cannot_be_read_is_one_line(
 ) -> None:
     large = tmp_path / "large"
     large.write_bytes(bytes(101))
-    monkeypatch.setattr(proof, "MAX_PROOF_BYTES", 100)
+    monkeypatch.setattr("spes_swarm.protocol.averaging.proof.MAX_PROOF_BYTES", 100)
     for path, why in (
         (tmp_path / "missing", "cannot be read: No such file or directory"),
         (tmp_path, "cannot be read: Is a directory"),

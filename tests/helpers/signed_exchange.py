@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,8 +18,15 @@ from spes_swarm.protocol.averaging.commitments import (
     Exchange,
     Opening,
     SigningKey,
+    in_place_of,
 )
-from spes_swarm.protocol.averaging.proof import SignedContribution, forged_contribution, two_results, wrong_result
+from spes_swarm.protocol.averaging.proof import (
+    SignedContribution,
+    forged_contribution,
+    misquoted_contribution,
+    two_results,
+    wrong_result,
+)
 from spes_swarm.protocol.averaging.recipe import Recipe, Share, mean
 from spes_swarm.protocol.averaging.signed_result import Head, SignedResult, contribution_leaf, head_of
 from spes_swarm.protocol.consensus.codec import get_codec
@@ -85,6 +92,25 @@ class Reduced:
             self.exchange, self.reducer.credentials, self.recipe, payload, self.signed, index, who
         )
 
+    def misquoted(self, index: int, leaves: Sequence[bytes]) -> bytes:
+        """The proof that a root has no contribution to the part, true or not; `leaves`: those under it."""
+        who = self.contributors[index]
+        instead = in_place_of(self.recipe.part, leaves)
+        opening = who.key.commit(CONTRIBUTION, self.exchange, leaves)[list(leaves).index(instead)]
+        digest, credentials = self.signed.head.payload, self.reducer.credentials
+        return misquoted_contribution(
+            self.exchange, credentials, self.recipe, digest, self.signed, index, instead, opening
+        )
+
+    def quoting(self, index: int, leaves: Sequence[bytes]) -> Reduced:
+        """The same, if the reducer had quoted the contributor's root above these leaves."""
+        opening = self.contributors[index].key.commit(CONTRIBUTION, self.exchange, leaves)[0]
+        roots = list(self.signed.commitments)
+        roots[index] = Commitment(opening.root(leaves[0]), opening.signature)
+        head = head_of(self.recipe.part, self.recipe.digest, self.result, roots)
+        opened = self.reducer.key.commit(RESULT, self.exchange, [head.leaf])[0]
+        return replace(self, signed=SignedResult(head, opened, tuple(roots)))
+
     def two_results(self, other: tuple[Head, Opening]) -> bytes:
         """The proof that the reducer has signed another result, true or not."""
         own = self.signed.head, self.signed.opening
@@ -141,7 +167,9 @@ def hold_exchange(
         openings.append((members[0] if i == forge else who).key.commit(CONTRIBUTION, exchange, leaves))
     made = []
     for number, part in enumerate(parts):
-        shares = tuple(Share(m.peer_id, m.public, w, 1.0, 1e3) for m, w in zip(members, weights, strict=True))
+        shares = tuple(
+            Share(m.peer_id, m.public, w, 1.0, 1e3, full=False) for m, w in zip(members, weights, strict=True)
+        )
         recipe = Recipe(part, num_elements, codec, result_codec, free_rms, 1.0, shares)
         decoded = [get_codec(codec).decode(payload, num_elements) for payload in payloads[part]]
         result = get_codec(result_codec).encode(lie(mean(decoded, weights, free_rms, 1.0)[0]))

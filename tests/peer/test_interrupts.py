@@ -39,7 +39,7 @@ BY_SIGNAL = (130, -signal.SIGINT)  # a handler's exit code, or Python's own end
         (["-m", "spes_swarm.tokenize", "text", "--output", "OUT"], "tqdm", BY_SIGNAL, "tokenize: interrupted"),
         (["-m", "spes_swarm.upcycle", "nowhere", "OUT"], "transformers", BY_SIGNAL, "upcycle: interrupted"),
         (["-m", "spes_swarm.evaluate", "nowhere"], "torch", BY_SIGNAL, "evaluate: interrupted"),
-        (["-m", "spes_swarm.proof", "nowhere"], "cryptography", BY_SIGNAL, "proof: interrupted"),
+        (["-m", "spes_swarm.proof", "nowhere"], "numpy", BY_SIGNAL, "proof: interrupted"),
         (["-m", "spes_swarm.monitor", "--help"], "pydantic", (0,), ""),
         (["scripts/demo.py"], "numpy", BY_SIGNAL, "demo: interrupted"),
         (["scripts/chaos.py"], "yaml", BY_SIGNAL, "chaos: interrupted"),

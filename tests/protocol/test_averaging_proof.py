@@ -16,7 +16,14 @@ from scripts.testing.mutation import garbage, mutated
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging import proof as proof_module
 from spes_swarm.protocol.averaging.commitments import CONTRIBUTION, RESULT, Commitment, Opening
-from spes_swarm.protocol.averaging.proof import Proof, SignedContribution, open_proof, two_results, wrong_result
+from spes_swarm.protocol.averaging.proof import (
+    Proof,
+    SignedContribution,
+    misquoted_contribution,
+    open_proof,
+    two_results,
+    wrong_result,
+)
 from spes_swarm.protocol.averaging.signed_result import SignedResult, contribution_leaf, head_of
 from spes_swarm.protocol.consensus.codec import CODECS, get_codec
 from tests.helpers.signed_exchange import EXCHANGE, RUN_ID, Reduced, hold_exchange, member
@@ -35,9 +42,21 @@ def another_result(reduced: Reduced) -> bytes:
     return reduced.two_results(reduced.sign_again(reduced.recipe.part, b"another payload"))
 
 
+def other_leaves(seed: int, *parts: int) -> list[bytes]:
+    """Of contributions to other parts."""
+    return [contribution_leaf(part, b"payload %d" % (seed + part)) for part in parts]
+
+
+def misquoting(seed: int) -> bytes:
+    """The reducer quotes another root that the contributor has signed in this exchange."""
+    leaves = other_leaves(seed, 3, 9, 20, 21)
+    return exchange(seed).quoting(1, leaves).misquoted(1, leaves)
+
+
 MAKERS: dict[str, Callable[[int], bytes]] = {
     "result": lambda seed: exchange(seed, lie=flip).wrong_result(),
     "forged": lambda seed: exchange(seed, forge=2).forged(2),
+    "misquoted": lambda seed: misquoting(seed),
     "two-results": lambda seed: another_result(exchange(seed)),
 }
 
@@ -55,6 +74,7 @@ def refused(data: bytes, why: str) -> None:
     [
         ("result", "the result differs from the mean of its contributions by 2 of its length"),
         ("forged", f"the result includes a contribution that {member(2).peer_id} has not signed"),
+        ("misquoted", f"the result includes a contribution of {member(1).peer_id} that is not where it is said to be"),
         ("two-results", "it has signed two different results"),
     ],
 )
@@ -108,6 +128,25 @@ def test_an_honest_reducer_is_proven_nothing() -> None:
     for i in range(3):
         refused(made.forged(i), f"proof: {member(i).peer_id} has signed the contribution")
     refused(made.two_results((made.signed.head, made.signed.opening)), "proof: not two results of one part")
+
+
+@pytest.mark.parametrize("parts", [(3,), (20,), (1, 2), (30, 40), (7, 9), (1, 7, 9, 10, 11, 12, 13, 14)])
+def test_a_root_has_a_contribution_to_a_part_or_can_be_shown_to_have_none(parts: tuple[int, ...]) -> None:
+    made, others = exchange(), other_leaves(0, *parts)
+    assert made.recipe.part not in parts
+    assert open_proof(made.quoting(1, others).misquoted(1, others)).kind == "misquoted"
+    own = contribution_leaf(made.recipe.part, made.contributions[1].payload)
+    quoted = made.quoting(1, [own, *others[:7]])
+    refused(quoted.misquoted(1, others), "proof: the root may have a contribution to the part")
+    refused(quoted.misquoted(1, [own]), "proof: the root may have a contribution to the part")
+    paths = dict(
+        zip(
+            [own, *others[:7]], made.contributors[1].key.commit(CONTRIBUTION, EXCHANGE, [own, *others[:7]]), strict=True
+        )
+    )
+    for leaf, opening in paths.items():
+        content = EXCHANGE, made.reducer.credentials, made.recipe, quoted.signed.head.payload, quoted.signed
+        refused(misquoted_contribution(*content, 1, leaf, opening), "proof: the root may have")
 
 
 def test_results_of_two_parts_or_exchanges_are_not_two_results() -> None:

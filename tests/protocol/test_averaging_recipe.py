@@ -31,7 +31,7 @@ FREE_RMS = {"clipped": 1e-4, "plain": math.inf}
 def recipe_of(
     num_members: int, num_elements: int, codec: str = "fp32", result_codec: str = "fp32", **fields: Any
 ) -> Recipe:
-    shares = tuple(Share(f"peer {i}", bytes([i]) * 32, 1.0 + i, 1.0, math.inf) for i in range(num_members))
+    shares = tuple(Share(f"peer {i}", bytes([i]) * 32, 1.0 + i, 1.0, math.inf, full=False) for i in range(num_members))
     made = Recipe(4, num_elements, codec, result_codec, 1e-4, 1.0, shares)
     return dataclasses.replace(made, **fields)
 
@@ -46,7 +46,7 @@ def fp32(values_N: NDArray[Any]) -> bytes:
 def test_a_recipe_is_read_back_from_its_encoding() -> None:
     recipe = recipe_of(3, 100, "int4", "int8", free_rms=math.inf)
     assert Recipe.from_content(unpack(recipe.wire)) == recipe
-    assert unpack(recipe.wire)[-1][1] == ["peer 1", b"\1" * 32, 2.0, 1.0, math.inf]
+    assert unpack(recipe.wire)[-1][1] == ["peer 1", b"\1" * 32, 2.0, 1.0, math.inf, False]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +78,7 @@ def test_a_recipe_with_an_impossible_field_is_refused(field: str, values: list[A
         (2, [0.0, -1.0, math.inf, math.nan, 1]),
         (3, [0.0, -0.5, 1.1, math.nan, 1]),
         (4, [-1.0, math.nan, 1]),
+        (5, [0, 1, None]),
     ],
 )
 def test_a_share_with_an_impossible_field_is_refused(position: int, values: list[Any]) -> None:
@@ -274,6 +275,15 @@ def test_from_contributions_that_are_not_finite_or_overflow_nothing_follows(bad:
             fault_of(recipe_of(1, 3), fp32(claimed_N), [fp32(values_N)])
     with pytest.raises(ProtocolError, match="shape: "):
         fault_of(recipe_of(1, 3), fp32(np.zeros(3)), [b"123"])
+
+
+def test_from_full_values_nothing_follows() -> None:
+    """They may be as long as a difference in the codec of the run, and are no lie of the reducer."""
+    values_N = np.arange(1, 5, dtype=np.float32)
+    recipe = recipe_of(2, 4)
+    shares = (recipe.shares[0], dataclasses.replace(recipe.shares[1], full=True))
+    with pytest.raises(ProtocolError, match="form: a contribution is not a difference"):
+        fault_of(dataclasses.replace(recipe, shares=shares), fp32(0 * values_N), [fp32(values_N)] * 2)
 
 
 def test_scales_are_applied() -> None:

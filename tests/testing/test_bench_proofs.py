@@ -21,8 +21,8 @@ def test_lies_are_proven_and_nothing_else_is(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {row["what"]: row for row in json.loads(result.read_text(encoding="utf-8"))}
     lies = [row for what, row in rows.items() if what.startswith("lie: ")]
-    assert len(lies) == 7
-    assert sum(row["accepted"] for row in lies) == 14
+    assert len(lies) == 8
+    assert sum(row["accepted"] for row in lies) == 16
     assert rows["honest"]["accepted"] == rows["mutated proofs"]["accepted"] == 0
     assert sum(row["errors"] for row in rows.values()) == 0
 

@@ -30,6 +30,7 @@ from spes_swarm.protocol.members.identity import Identity, verify
 DIGEST_BYTES = 32
 SIGNATURE_BYTES = 64
 _PART_BYTES = 4
+LEAF_BYTES = _PART_BYTES + DIGEST_BYTES
 STEP_BYTES = _PART_BYTES + DIGEST_BYTES  # of a path
 KEY_BYTES = 32
 MAX_CERTIFICATE_BYTES = KEY_BYTES + 512  # with the signature of an RSA key of 4096 bits
@@ -90,11 +91,15 @@ class Opening:
 
     def root(self, leaf: bytes) -> bytes:
         """The root that must have been signed if the leaf is right."""
-        part, node = leaf[:_PART_BYTES], _bottom(leaf)
-        for step in self.path:
-            split, sibling = step[:_PART_BYTES], step[_PART_BYTES:]
-            node = _parent(split, node, sibling) if part < split else _parent(split, sibling, node)
-        return node
+        return _root(leaf[:_PART_BYTES], leaf, self.path)
+
+    def root_without(self, part: int, leaf: bytes) -> bytes | None:
+        """The root that has this leaf where that of another part would be, so that it has none of that part.
+
+        None if the leaf is of that part, or is not a leaf.
+        """
+        sought = _encoded(part)
+        return None if leaf[:_PART_BYTES] == sought or len(leaf) != LEAF_BYTES else _root(sought, leaf, self.path)
 
     @property
     def wire(self) -> bytes:
@@ -192,7 +197,16 @@ def digest(*content: bytes) -> bytes:
 
 def leaf_of(kind: bytes, part: int, content: bytes) -> bytes:
     """The leaf of a tree that stands for some content about a part."""
-    return part.to_bytes(_PART_BYTES, "big") + digest(kind, b"\0", content)
+    return _encoded(part) + digest(kind, b"\0", content)
+
+
+def in_place_of(part: int, leaves: Sequence[bytes]) -> bytes:
+    """The leaf of a tree that is where that of a part would be, if the tree has none of that part."""
+    return max((leaf for leaf in leaves if leaf < _encoded(part)), default=min(leaves))
+
+
+def _encoded(part: int) -> bytes:
+    return part.to_bytes(_PART_BYTES, "big")
 
 
 def _tree(leaves: Sequence[bytes]) -> tuple[bytes, dict[bytes, tuple[bytes, ...]]]:
@@ -204,6 +218,15 @@ def _tree(leaves: Sequence[bytes]) -> tuple[bytes, dict[bytes, tuple[bytes, ...]
     (left, left_paths), (right, right_paths) = _tree(leaves[:half]), _tree(leaves[half:])
     paths = {leaf: (*path, split + right) for leaf, path in left_paths.items()}
     return _parent(split, left, right), paths | {leaf: (*path, split + left) for leaf, path in right_paths.items()}
+
+
+def _root(part: bytes, leaf: bytes, path: Sequence[bytes]) -> bytes:
+    """The root above a leaf, on the path of a part."""
+    node = _bottom(leaf)
+    for step in path:
+        split, sibling = step[:_PART_BYTES], step[_PART_BYTES:]
+        node = _parent(split, node, sibling) if part < split else _parent(split, sibling, node)
+    return node
 
 
 def _bottom(leaf: bytes) -> bytes:

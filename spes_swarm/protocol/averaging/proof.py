@@ -1,7 +1,9 @@
 """Proofs that a reducer has lied: anybody can verify one, offline, without having taken part.
 
     result        the signed result does not follow from its contributions
-    forged        the signed result includes a contribution that the member it is attributed to has not signed
+    forged        the signed result includes a root that the member it is attributed to has not signed
+    misquoted     the signed result includes a root under which there is no contribution to the part: nobody can show
+                  the contribution that it is said to have, so without this kind, such results could say anything
     two-results   the reducer has signed two results of one part in one exchange
 
 A proof shows only what its culprit has signed, so nobody else can make one about an honest peer:
@@ -9,6 +11,7 @@ A proof shows only what its culprit has signed, so nobody else can make one abou
 - Certificates and signatures name the run, and signatures the exchange. They are good nowhere else.
 - A contribution is the one that the reducer has included: its result names the root above it, under which there is one
   contribution to a part (see commitments.py).
+- A contribution is a difference if the recipe says so: nothing is concluded from full values.
 - A contributor's key is the one that the reducer's recipe names, whichever others that peer has certified.
 - A result is wrong only if it is further from the mean than rounding, on whatever machine, can bring it (see
   recipe.py).
@@ -48,6 +51,7 @@ _MAX_RUN_ID_CHARS = 128
 _FORMAT: Final = "spes_swarm proof 1"
 _WRONG: Final = "result"
 _FORGED: Final = "forged"
+_MISQUOTED: Final = "misquoted"
 _TWO: Final = "two-results"
 
 
@@ -116,6 +120,28 @@ def forged_contribution(
     """
     body = [recipe.content, payload_digest, *_wires(signed), index, list(contributor)]
     return _sealed(_FORGED, exchange, reducer, body)
+
+
+def misquoted_contribution(
+    exchange: Exchange,
+    reducer: Credentials,
+    recipe: Recipe,
+    payload_digest: bytes,
+    signed: SignedResult,
+    index: int,
+    leaf: bytes,
+    opening: Opening,
+) -> bytes:
+    """The proof that there is no contribution to the part under the root of a share, which has an index in the recipe.
+
+    The contributor can make it, which knows all leaves under its roots. `leaf`: the one that is there instead (see
+    commitments.in_place_of), with its opening.
+
+    Raises:
+        ProtocolError: (`oversized`) it would be too long.
+    """
+    body = [recipe.content, payload_digest, *_wires(signed), index, leaf, b"".join(opening.path)]
+    return _sealed(_MISQUOTED, exchange, reducer, body)
 
 
 def two_results(
@@ -218,17 +244,37 @@ def _check_contribution(exchange: Exchange, part: int, share: Share, commitment:
 
 def _check_forged(claim: _Claim) -> tuple[int, str]:
     match claim.body:
-        case [content, bytes(payload_digest), bytes(opening), bytes(roots), int(i), [bytes(key), bytes(certificate)]]:
-            recipe = Recipe.from_content(content)
-            commitments = _commitments(recipe, roots)
-            if len(payload_digest) != DIGEST_BYTES or type(i) is not int or not 0 <= i < len(commitments):
-                raise ProtocolError("malformed", "not a proof of a forged contribution")
-            _check_head(claim, recipe, payload_digest, opening, roots)
+        case [content, bytes(payload), bytes(opening), bytes(roots), int(i), [bytes(key), bytes(certificate)]]:
+            recipe, commitment = _check_index(claim, content, payload, opening, roots, i)
             signer = _signer_of(recipe.shares[i], Credentials(key, certificate), claim.exchange)
-            if signer.has_signed(CONTRIBUTION, claim.exchange, commitments[i]):
+            if signer.has_signed(CONTRIBUTION, claim.exchange, commitment):
                 raise ProtocolError("proof", f"{signer.peer_id} has signed the contribution")
             return recipe.part, f"the result includes a contribution that {signer.peer_id} has not signed"
     raise ProtocolError("malformed", "not a proof of a forged contribution")
+
+
+def _check_misquoted(claim: _Claim) -> tuple[int, str]:
+    match claim.body:
+        case [content, bytes(payload), bytes(opening), bytes(roots), int(i), bytes(leaf), bytes(path)]:
+            recipe, commitment = _check_index(claim, content, payload, opening, roots, i)
+            found = Opening.from_wire(commitment.signature + path).root_without(recipe.part, leaf)
+            if found != commitment.root:
+                raise ProtocolError("proof", "the root may have a contribution to the part")
+            peer_id = recipe.shares[i].peer_id
+            return recipe.part, f"the result includes a contribution of {peer_id} that is not where it is said to be"
+    raise ProtocolError("malformed", "not a proof of a misquoted contribution")
+
+
+def _check_index(
+    claim: _Claim, content: Any, payload_digest: bytes, opening: bytes, roots: bytes, index: int
+) -> tuple[Recipe, Commitment]:
+    """Returns the recipe of a result that the reducer has signed, and the root of one of its shares."""
+    recipe = Recipe.from_content(content)
+    commitments = _commitments(recipe, roots)
+    if len(payload_digest) != DIGEST_BYTES or type(index) is not int or not 0 <= index < len(commitments):
+        raise ProtocolError("malformed", "not the digest of a result and the index of a contribution")
+    _check_head(claim, recipe, payload_digest, opening, roots)
+    return recipe, commitments[index]
 
 
 def _check_two(claim: _Claim) -> tuple[int, str]:
@@ -263,4 +309,4 @@ def _signer_of(share: Share, credentials: Credentials, exchange: Exchange) -> Si
     return signer
 
 
-_CHECKS: Final = {_WRONG: _check_result, _FORGED: _check_forged, _TWO: _check_two}
+_CHECKS: Final = {_WRONG: _check_result, _FORGED: _check_forged, _MISQUOTED: _check_misquoted, _TWO: _check_two}

@@ -47,11 +47,12 @@ class Share:
     weight: float
     scale: float  # the factor by which the difference is multiplied
     most_energy: float  # the largest sum of squares that the difference may have; infinite: any
+    full: bool  # its values are no difference, and nobody can judge the result who has not the base that it is from
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one result follows from the contributions that it includes, which are differences to the base."""
+    """How one result follows from the contributions that it includes."""
 
     part: int
     num_elements: int
@@ -64,7 +65,7 @@ class Recipe:
     @property
     def content(self) -> list[Any]:
         """What is encoded."""
-        shares = [[s.peer_id, s.key, s.weight, s.scale, s.most_energy] for s in self.shares]
+        shares = [[s.peer_id, s.key, s.weight, s.scale, s.most_energy, s.full] for s in self.shares]
         codecs = self.codec, self.result_codec
         return [self.part, self.num_elements, *codecs, self.free_rms, self.stretch, shares]
 
@@ -95,8 +96,8 @@ class Recipe:
 
 def _share_of(content: Any) -> Share:
     match content:
-        case [str(peer_id), bytes(key), float(weight), float(scale), float(most_energy)]:
-            return Share(peer_id, key, weight, scale, most_energy)
+        case [str(peer_id), bytes(key), float(weight), float(scale), float(most_energy), bool(full)]:
+            return Share(peer_id, key, weight, scale, most_energy, full)
     raise ProtocolError("malformed", "not a share of an average")
 
 
@@ -153,9 +154,11 @@ def fault_of(recipe: Recipe, result: bytes, contributions: Sequence[bytes]) -> s
     machine encodes would not do, since a coarse codec rounds equal values apart if they differ in their last bits.
 
     Raises:
-        ProtocolError: (`shape`, `nonfinite`) a contribution cannot be decoded or overflows, so nothing follows about
-            the result.
+        ProtocolError: (`form`, `shape`, `nonfinite`) a contribution is not a difference, cannot be decoded or
+            overflows, so nothing follows about the result.
     """
+    if any(share.full for share in recipe.shares):
+        raise ProtocolError("form", "a contribution is not a difference")
     with np.errstate(all="ignore"):
         return _fault_of(recipe, result, contributions)
 

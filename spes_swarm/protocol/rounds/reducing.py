@@ -75,7 +75,14 @@ class Averaging:
         """How the result of a part follows from the contributions of the members that it includes."""
         block_plan = self.plan.block_of(part)
         shares = [
-            Share(self.peer_ids[c.member], self.keys[c.member], c.weight, c.scale, self.most_energy(part, c))
+            Share(
+                self.peer_ids[c.member],
+                self.keys[c.member],
+                c.weight,
+                c.scale,
+                self.most_energy(part, c),
+                full=c.form is not Form.DELTA,
+            )
             for c in sorted(block_plan.contributions, key=lambda c: c.member)
             if c.member in included
         ]
