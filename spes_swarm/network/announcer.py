@@ -14,6 +14,7 @@ from spes_swarm.network.link.wire import FaultSink
 from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence
 from spes_swarm.protocol.members.records import (
+    MAX_PROVEN,
     MAX_ROUNDS,
     Lease,
     Progress,
@@ -162,6 +163,7 @@ class Announcer:
             data=list(presence.data),
             dead=list(routing.dead) if routing.num_dead is not None else None,
             admission=self.run_state.settings.admission,
+            proven=list(self.run_state.tracks.conduct.proven)[-MAX_PROVEN:],
             in_round=self.in_round,
             expert_loads=routing.loads,
             faults=self.faults.notes(),

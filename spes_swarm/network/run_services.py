@@ -121,6 +121,7 @@ class RunServices(RunCommands):
             without_duty=lambda: state.roster.standing.without_duty,
         )
         self._announcer = Announcer(state, self._faults, self._dht.now, lambda: self.reachable, self._on_fault)
+        self._audits.proofs.on_new = self._announcer.announce_soon
         self._catching_up = CatchingUp(state, self._transfer, self.refresh)
         self._token_count = TokenCount(
             rpc, state, self._announcer, lambda: self.reachable, lambda: self._rendezvous.gathering
@@ -298,6 +299,8 @@ class RunServices(RunCommands):
         if me in progress and self._announcer.twins.read(progress[me].expires, now):
             self._tasks.append(asyncio.create_task(self._report_twin(me)))
         self._state.leases.update(self._heard_of(leases))
+        for peer_id, record in progress.items():
+            self._audits.proofs.compare(peer_id, record.proven)
         self._company.note_read()
         self._announcer.learn_swarm_tokens()
         if self._announcer.volunteering is not None:

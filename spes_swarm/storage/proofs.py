@@ -35,11 +35,11 @@ class ProofFolder:
             temporary.unlink(missing_ok=True)
         return file
 
-    def read(self, run_id: str) -> list[Proof]:
+    def read(self, run_id: str) -> list[tuple[Proof, Path]]:
         """The proofs that are valid and about this run; other files are ignored."""
         proofs = []
         for file in sorted(self.path.glob(f"*{_SUFFIX}")):
             with suppress(OSError, ProtocolError):
                 if file.stat().st_size <= MAX_PROOF_BYTES and (proof := open_proof(file.read_bytes())).run_id == run_id:
-                    proofs.append(proof)
+                    proofs.append((proof, file))
         return proofs

@@ -223,7 +223,7 @@ def test_contributions_in_another_order_or_of_another_exchange_are_refused() -> 
         refused(dataclasses.replace(made, contributions=fewer).wrong_result(), "malformed: ")
 
 
-def test_contributions_that_are_not_finite_prove_nothing() -> None:
+def test_an_honest_reducer_includes_no_contribution_that_is_not_finite() -> None:
     def poisoned(values: bytes) -> bytes:
         return values[:4] + b"\0\0\xc0\x7f" + values[8:]  # NaN
 
@@ -235,7 +235,9 @@ def test_contributions_that_are_not_finite_prove_nothing() -> None:
     head = head_of(part, made.recipe.digest, made.result, commitments)
     signed = SignedResult(head, made.reducer.key.commit(RESULT, EXCHANGE, [head.leaf])[0], commitments)
     given = [*made.contributions[:2], SignedContribution(who.credentials, payload, opening)]
-    refused(dataclasses.replace(made, signed=signed, contributions=given).wrong_result(), "nonfinite: ")
+    proof = open_proof(dataclasses.replace(made, signed=signed, contributions=given).wrong_result())
+    assert proof.culprit == made.reducer.peer_id
+    assert "cannot be decoded" in proof.what
 
 
 def test_the_run_of_a_proof_cannot_contain_its_round() -> None:

@@ -2,9 +2,8 @@
 
 It fetches the contributions that went into them from their contributors, which can make them again from what they keep
 to take back the commit, and repeats the reducer's work. All of it is signed, so a result that does not follow from its
-contributions is a proof against its reducer (protocol/averaging/proof.py): it is kept in OUTPUT_DIR/proofs, and this
-peer does not trust the reducer any more. A contributor also shows which result it got, so a reducer that hands out two
-different ones is found in the same way.
+contributions is a proof against its reducer (proofs.py). A contributor also shows which result it got, so a reducer
+that hands out two different ones is found in the same way.
 
 After a commit has been taken back, the members share out all of its parts. Audits end when the next exchange begins.
 """
@@ -25,6 +24,7 @@ from hivemind.p2p import P2P
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
+from spes_swarm.network.round.proofs import Proofs
 from spes_swarm.network.run_state import RunState
 from spes_swarm.protocol.averaging import proof
 from spes_swarm.protocol.averaging.commitments import CONTRIBUTION, RESULT, Commitment, Opening
@@ -35,7 +35,6 @@ from spes_swarm.protocol.averaging.signed_result import Head, SignedResult, cont
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Form, Part
 from spes_swarm.protocol.rounds.round_state import RoundState
-from spes_swarm.storage.proofs import ProofFolder
 
 _MAX_HELLO_BYTES = 1 << 16
 _SERVED_PARTS = 64  # that one member may ask for after a commit, or twice an equal share of all parts
@@ -54,14 +53,10 @@ class _Claim:
     contributions: dict[int, SignedContribution] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, state: RoundState, index: int) -> _Claim | None:
-        """The claim about a part; None if it cannot be judged: it has full values, or the reducer's own work alone."""
-        part, result = state.plan.parts[index], state.results.get(index)
-        if result is None or result.signed is None or part.reducer == state.me or result.included <= {part.reducer}:
-            return None
-        included = [c for c in state.plan.block_of(part).contributions if c.member in result.included]
-        if any(c.form is not Form.DELTA for c in included):
-            return None
+    def of(cls, state: RoundState, index: int) -> _Claim:
+        """What the reducer of a part, which can be audited, claims."""
+        part, result = state.plan.parts[index], state.results[index]
+        assert result.signed is not None
         recipe = state.averaging.recipe(part, result.included)
         return cls(part, sorted(result.included), recipe, result.data, result.signed)
 
@@ -74,27 +69,30 @@ class Audits:
     """Audits the last commit, and shows this member's contributions to other auditors."""
 
     def __init__(
-        self, p2p: P2P, run: RunState, on_fault: FaultSink, guests: Guests, current: Callable[[], RoundState | None]
+        self,
+        p2p: P2P,
+        run: RunState,
+        on_fault: FaultSink,
+        guests: Guests,
+        current: Callable[[], RoundState | None],
     ) -> None:
         """`current` returns the exchange that is served, if any."""
         self._p2p = p2p
         self._run = run
+        self.proofs = Proofs(p2p, run, on_fault, guests)
         self._on_fault = on_fault
         self._guests = guests
         self._current = current
         self._name = f"{run.run_id}/audit"
         self._stall_s = run.run.round.stall_timeout_s
-        self._folder = None if run.settings.proofs is None else ProofFolder(run.settings.proofs)
         self._random = SystemRandom()
         self._state: RoundState | None = None  # of the last commit that was not a return
         self._served: Counter[str] = Counter()  # parts of it, by member
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Registers the handler, and remembers whom earlier sessions have proofs against."""
-        if self._folder is not None:
-            for known in await asyncio.to_thread(self._folder.read, self._run.run_id):
-                self._run.tracks.conduct.note_proof(known.culprit)
+        """Registers the handlers."""
+        await self.proofs.start()
         await serve_channel(self._p2p, self._name, self._serve, self._stall_s, self._on_fault, self._guests)
 
     def end(self, *, keep: bool) -> None:
@@ -110,27 +108,25 @@ class Audits:
         if committed.plan.taken_back is None:
             self._state = committed
             chosen = self._draw(committed)
-        elif self._state is not None:
-            group = committed.group
-            parts = [part.index for part in self._state.plan.parts]
+        elif self._state is None:
+            return
+        else:
+            group, parts = committed.group, [part.index for part in self._state.plan.parts]
             chosen = shared_out(parts, len(group.members), committed.me, group.id)
-        if self._state is not None and chosen:
-            self._task = asyncio.create_task(self._audit(self._state, chosen))
+        self._task = asyncio.create_task(self._audit(self._state, chosen))
 
     def _draw(self, state: RoundState) -> list[int]:
-        proven = self._run.tracks.conduct.proven
-        ids = state.averaging.peer_ids
-        others = [i for i in state.wanted if _Claim.of(state, i) and ids[state.plan.parts[i].reducer] not in proven]
-        drawn = draw(others, num_audits(len(ids)), self._random)
-        return sorted({*drawn, *state.misquoted})
+        proven, ids = self._run.tracks.conduct.proven, state.averaging.peer_ids
+        parts = [i for i in state.wanted if _can_audit(state, i) and ids[state.plan.parts[i].reducer] not in proven]
+        return sorted({*draw(parts, num_audits(len(ids)), self._random), *state.misquoted})
 
     # Auditing.
 
     async def _audit(self, state: RoundState, chosen: Collection[int]) -> None:
-        claims = {index: claim for index in chosen if (claim := _Claim.of(state, index)) is not None}
+        claims = {index: _Claim.of(state, index) for index in chosen if _can_audit(state, index)}
         for claim in claims.values():
             if (forged := _forged(state, claim)) is not None:
-                await self._prove(forged)
+                await self.proofs.add(forged)
             elif state.me in claim.members and (own := _contribution(state, claim.part)) is not None:
                 self._take(state, claim, state.me, own)
         await self._gather(state, claims.values())
@@ -192,7 +188,7 @@ class Audits:
         with suppress(ProtocolError):  # nothing follows from what the reducer has not signed
             reducer.signer.commitment(RESULT, exchange, head.leaf, opening)
             mine = claim.signed.head, claim.signed.opening
-            await self._prove(proof.two_results(exchange, reducer.credentials, mine, (head, opening)))
+            await self.proofs.add(proof.two_results(exchange, reducer.credentials, mine, (head, opening)))
 
     async def _judge(self, state: RoundState, claim: _Claim) -> None:
         contributions = [claim.contributions[member] for member in claim.members]
@@ -204,21 +200,7 @@ class Audits:
         if fault is not None:
             reducer = state.group.members[claim.part.reducer].credentials
             content = claim.recipe, claim.payload, claim.signed, contributions
-            await self._prove(proof.wrong_result(state.group.exchange, reducer, *content))
-
-    async def _prove(self, data: bytes) -> None:
-        """Keeps a proof, and trusts its culprit no more."""
-        conduct = self._run.tracks.conduct
-        opened = await asyncio.to_thread(proof.open_proof, data)
-        if opened.culprit in conduct.proven:
-            return
-        conduct.note_proof(opened.culprit)
-        where = "which could not be written"
-        if self._folder is not None:
-            with suppress(OSError):
-                where = str(await asyncio.to_thread(self._folder.save, opened, data))
-        what = f"round {opened.round}, part {opened.part}: {opened.what}; the proof: {where}"
-        self._on_fault(opened.culprit, ProtocolError("proven", what))
+            await self.proofs.add(proof.wrong_result(state.group.exchange, reducer, *content))
 
     def _id(self, state: RoundState, member: int) -> str:
         return state.group.members[member].peer_id
@@ -249,6 +231,18 @@ class Audits:
             result = state.results.get(index)
             seen = b"" if result is None or result.signed is None else _wire_of(result.signed)
             await channel.send(replace(frame, extra=bytes([len(frame.extra)]) + frame.extra + seen))
+
+
+def _can_audit(state: RoundState, index: int) -> bool:
+    """Returns True if a part's result can be judged by its contributions, and is not its reducer's own work alone.
+
+    Full values say nothing to those without the base that they came from.
+    """
+    part, result = state.plan.parts[index], state.results.get(index)
+    if result is None or result.signed is None or part.reducer == state.me or result.included <= {part.reducer}:
+        return False
+    contributions = state.plan.block_of(part).contributions
+    return all(c.form is Form.DELTA for c in contributions if c.member in result.included)
 
 
 def _contribution(state: RoundState, part: Part) -> Frame | None:

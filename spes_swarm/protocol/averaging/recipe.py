@@ -154,8 +154,8 @@ def fault_of(recipe: Recipe, result: bytes, contributions: Sequence[bytes]) -> s
     machine encodes would not do, since a coarse codec rounds equal values apart if they differ in their last bits.
 
     Raises:
-        ProtocolError: (`form`, `shape`, `nonfinite`) a contribution is not a difference, cannot be decoded or
-            overflows, so nothing follows about the result.
+        ProtocolError: (`form`, `nonfinite`) a contribution is not a difference, or the mean overflows, so nothing
+            follows about the result.
     """
     if any(share.full for share in recipe.shares):
         raise ProtocolError("form", "a contribution is not a difference")
@@ -167,7 +167,10 @@ def _fault_of(recipe: Recipe, result: bytes, contributions: Sequence[bytes]) -> 
     codec, size = get_codec(recipe.codec), recipe.num_elements
     differences = []
     for share, contribution in zip(recipe.shares, contributions, strict=True):
-        difference_N = codec.decode(contribution, size)
+        try:
+            difference_N = codec.decode(contribution, size)
+        except ProtocolError as exc:
+            return f"it includes a contribution of {share.peer_id} that cannot be decoded: {exc}"
         if sum_of_squares(difference_N) > _ENERGY_TOLERANCE * share.most_energy:
             return f"the contribution of {share.peer_id} is longer than stated"
         differences.append(difference_N * np.float32(share.scale) if share.scale < 1 else difference_N)

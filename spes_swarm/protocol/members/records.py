@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from spes_swarm.base.names import FAULT_KIND
-from spes_swarm.protocol.admission.grants import MAX_ADMISSION_BYTES
+from spes_swarm.protocol.admission.grants import MAX_ADMISSION_BYTES, MAX_PEER_ID_CHARS
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.round_metrics import (
     MetricName,
@@ -31,11 +31,13 @@ MAX_FAULTS = 4
 MAX_SOURCES = 16  # of a mixture
 MAX_METRICS = 64
 MAX_ROUNDS = 16  # in a report of rounds
+MAX_PROVEN = 8
 _MAX_FIGURES = 300  # of all rounds together; each takes 9 bytes of the 6144 that a record may have
 _RECENT_S = 60.0
 
 State = Literal["joining", "waiting", "syncing", "training", "leaving"]
 _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_PeerId = Annotated[str, Field(max_length=MAX_PEER_ID_CHARS)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Pairs = list[Annotated[int, Field(ge=0, lt=MAX_PAIRS)]]
 
@@ -102,6 +104,8 @@ class Progress(Record):
     dead: Annotated[_Pairs, Field(max_length=MAX_DEAD), AfterValidator(_check_ascending)] | None = None
     # To a private run; see protocol/admission/grants.py.
     admission: Annotated[bytes, Field(max_length=MAX_ADMISSION_BYTES)] = b""
+    # The peers that it has proofs against, or the newest of them; see network/round/proofs.py.
+    proven: Annotated[list[_PeerId], Field(max_length=MAX_PROVEN)] = Field(default_factory=list)
     # For monitoring, like the telemetry.
     in_round: bool = False  # currently in a round
     expert_loads: Annotated[bytes, Field(max_length=MAX_LOADS)] = b""  # see routing_report.py; empty: unknown

@@ -84,7 +84,7 @@ class Conduct:
         self._others: frozenset[str] = frozenset()  # the other members of the exchange under way
         self._faults: dict[str, str] = {}  # their faults in it
         self._reducers: frozenset[str] = frozenset()  # of the last commit
-        self.proven: set[str] = set()  # peers against which there is a proof
+        self.proven: dict[str, None] = {}  # peers against which there is a proof, in the order in which it came
         self._waits: deque[bool] = deque(maxlen=_REMEMBERED)  # whether this peer waited for a late member
         # By the order of magnitude of what a member sends: without experts, a round is short.
         self._paces: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_PACES))
@@ -113,8 +113,7 @@ class Conduct:
 
     def note_proof(self, peer_id: str) -> None:
         """Notes that there is a proof against a peer, which is doubted from now on."""
-        self._of(peer_id)
-        self.proven.add(peer_id)
+        self.proven[peer_id] = None
 
     def note_commit(self, reducers: Iterable[str]) -> None:
         """Notes a commit with its reducers; the one before it was not taken back."""
@@ -209,18 +208,20 @@ class Conduct:
 
     def doubts(self, peer_id: str, round_number: int) -> tuple[str, ...]:
         """Why a peer is doubted in a round: the kinds of its faults; none if it is not."""
+        reasons = {"proven"} if peer_id in self.proven else set()
         record = self._peers.get(peer_id)
-        if record is None:
-            return ()
-        kinds = [kind for number, kind in record.failed if round_number - number <= _REMEMBERED]
-        stalls = [number for number in record.stalled if round_number - number <= _LEADER_REMEMBERED]
-        leads = ["leader"] if len(stalls) > _TOLERATED_STALLS else []
-        proven = ["proven"] if peer_id in self.proven else []
-        return tuple(sorted({*(kinds if len(kinds) > _TOLERATED_FAULTS else ()), *leads, *proven}))
+        if record is not None:
+            recent = [kind for number, kind in record.failed if round_number - number <= _REMEMBERED]
+            if len(recent) > _TOLERATED_FAULTS:
+                reasons |= set(recent)
+            stalls = [number for number in record.stalled if round_number - number <= _LEADER_REMEMBERED]
+            if len(stalls) > _TOLERATED_STALLS:
+                reasons.add("leader")
+        return tuple(sorted(reasons))
 
     def doubted(self, round_number: int) -> set[str]:
         """The peers that are doubted in a round."""
-        return {peer_id for peer_id in self._peers if self.doubts(peer_id, round_number)}
+        return {peer_id for peer_id in (*self._peers, *self.proven) if self.doubts(peer_id, round_number)}
 
     def rates(self) -> dict[str, float]:
         """The usual upload rate of each peer that was measured, in Mbit/s."""
