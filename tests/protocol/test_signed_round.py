@@ -18,10 +18,12 @@ from spes_swarm.protocol.averaging.commitments import (
     RESULT,
     SIGNATURE_BYTES,
     Commitment,
+    Credentials,
     Opening,
     Signer,
     SigningKey,
 )
+from spes_swarm.protocol.averaging.proof import misquoted_contribution, open_proof
 from spes_swarm.protocol.averaging.recipe import fault_of
 from spes_swarm.protocol.averaging.signed_result import SignedResult, contribution_leaf, decode, encode
 from spes_swarm.protocol.consensus.codec import get_codec
@@ -30,7 +32,7 @@ from spes_swarm.protocol.rounds.outcome import Bounds
 from spes_swarm.protocol.rounds.plan import Part, Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group
-from tests.helpers.rounds import BOUNDED, UNBOUNDED, FakePeer, form, peer, small_layout
+from tests.helpers.rounds import BOUNDED, UNBOUNDED, FakePeer, form, identities, peer, small_layout
 from tests.helpers.signing import resigned_contribution, resigned_result, signed_result, signed_roots
 
 LAYOUT = small_layout(4, shared=2400)
@@ -373,3 +375,23 @@ def test_a_result_with_another_root_in_my_name_is_noted(has_sent: bool) -> None:
     payload = get_codec("fp16").encode(np.full(without_me.size, 1e-3, np.float32))
     me.store_result(signed_result(states[REDUCER], without_me, payload, others))
     assert me.misquoted == [part.index]
+
+
+def test_a_member_can_show_that_another_root_of_its_own_has_no_contribution_to_a_part() -> None:
+    """Without that, a reducer that quotes such a root could hand out anything: nobody could open the root."""
+    plan, states = begun()
+    part, other = (next(p for p in plan.parts if p.block == 0 and p.reducer == to) for to in (REDUCER, OTHER))
+    me, reducer, exchange = states[ME], states[REDUCER], states[ME].group.exchange
+    roots, elsewhere = signed_roots(states, part), signed_roots(states, other)[ME]
+    assert elsewhere != roots[ME]
+    assert me.contributions.absence(part, roots[ME], me._values) is None
+    assert me.contributions.absence(part, roots[OTHER], me._values) is None
+    shown = me.contributions.absence(part, elsewhere, me._values)
+    assert shown is not None
+    payload = get_codec("fp16").encode(np.full(part.size, 1e-3, np.float32))
+    (signed,) = reducer.averaging.sign(reducer.key, exchange, [(part, payload, {**roots, ME: elsewhere})])
+    who = identities(len(HOLDINGS))[REDUCER]
+    credentials = Credentials(who.public_key_der, reducer.key.certificate(who, exchange.run_id))
+    content = reducer.averaging.recipe(part, roots), signed.head.payload, signed, sorted(roots).index(ME)
+    proven = open_proof(misquoted_contribution(exchange, credentials, *content, *shown))
+    assert (proven.kind, proven.part, proven.culprit) == ("misquoted", part.index, who.peer_id)

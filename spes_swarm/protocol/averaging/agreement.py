@@ -28,7 +28,7 @@ _WEISZFELD_STEPS = 8
 # Others repeat this on their machines, and a result that differs from theirs counts as a lie. So no choice of
 # contributions may make it depend on the last bits. Inner products are added up in fp64, and what is divided by, or
 # compared, is bounded below, relative to the contributions.
-_LEAST_CENTRE = 1e-6
+_LEAST_CENTRE = 1e-4
 _LEAST_DEVIATION = 1e-6
 _CHUNK = 1 << 16  # elements that are converted to fp64 at a time
 

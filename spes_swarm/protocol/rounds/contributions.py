@@ -12,7 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.protocol.averaging.commitments import CONTRIBUTION, Commitment, Exchange, SigningKey, batches
+from spes_swarm.protocol.averaging.commitments import (
+    CONTRIBUTION,
+    Commitment,
+    Exchange,
+    Opening,
+    SigningKey,
+    batches,
+    in_place_of,
+)
 from spes_swarm.protocol.averaging.signed_result import contribution_leaf
 from spes_swarm.protocol.consensus.codec import EXACT, Codec
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
@@ -65,6 +73,21 @@ class Contributions:
             p.index: Frame(FrameKind.DATA, c.form, p.index, c.weight, opening.wire, payload)
             for (p, c), opening, payload in zip(batch, openings, payloads, strict=True)
         }
+
+    def absence(self, part: Part, root: Commitment, values: Values) -> tuple[bytes, Opening] | None:
+        """What shows that there is no contribution to a part under a root of this member's: a leaf and its opening.
+
+        None if the root is not one of its own, or is that of the part.
+        """
+        if self.commitments.get(part.index) == root:
+            return None
+        for index, known in self.commitments.items():
+            if known == root:
+                frames = self.batch(self.plan.parts[index], values).values()
+                openings = {contribution_leaf(f.part, f.payload): Opening.from_wire(f.extra) for f in frames}
+                leaf = in_place_of(part.index, list(openings))
+                return leaf, openings[leaf]
+        return None
 
     def _encode(self, part: Part, contribution: Contribution, values: Values) -> bytes:
         live_N, base_N = values(part)
