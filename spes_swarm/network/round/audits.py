@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import SystemRandom
 
 import numpy as np
@@ -125,8 +126,8 @@ class Audits:
     async def _audit(self, state: RoundState, chosen: Collection[int]) -> None:
         claims = {index: _Claim.of(state, index) for index in chosen if _can_audit(state, index)}
         for claim in claims.values():
-            if (forged := _forged(state, claim)) is not None:
-                await self.proofs.add(forged)
+            if (lie := _false_quote(state, claim)) is not None:
+                await self.proofs.add(lie)
             elif state.me in claim.members and (own := _contribution(state, claim.part)) is not None:
                 self._take(state, claim, state.me, own)
         await self._gather(state, claims.values())
@@ -247,28 +248,36 @@ def _can_audit(state: RoundState, index: int) -> bool:
 
 def _contribution(state: RoundState, part: Part) -> Frame | None:
     """This member's contribution to a part, made again; None if it has made none, or keeps too little for that."""
-
-    def values(of: Part) -> tuple[FloatArray, FloatArray]:
-        where = slice(of.start, of.start + of.size)
-        if state.committed:
-            return state.previous.contributed(where, of.block)
-        return state.live_N[where], state.reference.values_N[where]
-
     if all(c.member != state.me for c in state.plan.block_of(part).contributions):
         return None
     try:
-        return state.contributions.batch(part, values)[part.index]
+        return state.contributions.batch(part, partial(_values, state))[part.index]
     except LookupError:
         return None
 
 
-def _forged(state: RoundState, claim: _Claim) -> bytes | None:
-    """A proof that a reducer includes work that its alleged contributor has not signed; None if it does not."""
+def _values(state: RoundState, part: Part) -> tuple[FloatArray, FloatArray]:
+    """This member's live weights and reference in an exchange, which may have been committed since."""
+    where = slice(part.start, part.start + part.size)
+    if state.committed:
+        return state.previous.contributed(where, part.block)
+    return state.live_N[where], state.reference.values_N[where]
+
+
+def _false_quote(state: RoundState, claim: _Claim) -> bytes | None:
+    """A proof that a reducer includes work that its alleged contributor has not signed; None if there is none."""
     exchange, members = state.group.exchange, state.group.members
-    for position, member in enumerate(claim.members):
-        if not members[member].signer.has_signed(CONTRIBUTION, exchange, claim.signed.commitments[position]):
-            content = claim.recipe, claim.signed.head.payload, claim.signed, position, members[member].credentials
-            return proof.forged_contribution(exchange, members[claim.part.reducer].credentials, *content)
+    reducer, payload = members[claim.part.reducer].credentials, claim.signed.head.payload
+    for i, (member, root) in enumerate(zip(claim.members, claim.signed.commitments, strict=True)):
+        if not members[member].signer.has_signed(CONTRIBUTION, exchange, root):
+            contributor = members[member].credentials
+            return proof.forged_contribution(exchange, reducer, claim.recipe, payload, claim.signed, i, contributor)
+        if member == state.me:
+            with suppress(LookupError):
+                if (shown := state.contributions.absence(claim.part, root, partial(_values, state))) is not None:
+                    return proof.misquoted_contribution(
+                        exchange, reducer, claim.recipe, payload, claim.signed, i, *shown
+                    )
     return None
 
 
