@@ -306,16 +306,29 @@ def test_different_results_for_different_members_heal_in_the_next_round(codec: s
         assert Reference(p.reference.layout, p.reference.values_N).digests == p.reference.digests
 
 
-frames = st.builds(
+sizes = st.sampled_from([4 + 2 * 64, 4 * 64, 6 + 64, 6 + 32])
+strange_frames = st.builds(
     Frame,
     kind=st.just(FrameKind.DATA),
     form=st.integers(0, 255) | st.sampled_from([0, 1]),
     part=st.integers(0, 40) | st.integers(0, 2**32 - 1),
     weight=st.floats() | st.sampled_from([10.0, 20.0, 30.0]),
     extra=st.binary(max_size=8),
-    payload=st.binary(max_size=300)
-    | st.sampled_from([4 + 2 * 64, 4 * 64, 6 + 64, 6 + 32]).flatmap(lambda n: st.binary(min_size=n, max_size=n)),
+    payload=st.binary(max_size=300) | sizes.flatmap(lambda n: st.binary(min_size=n, max_size=n)),
 )
+plausible_frames = st.builds(
+    Frame,
+    kind=st.just(FrameKind.DATA),
+    form=st.just(Form.DELTA),
+    part=st.integers(0, 12),
+    weight=st.just(30.0),
+    extra=st.binary(max_size=8),
+    # Positive, finite scales and values.
+    payload=sizes.flatmap(
+        lambda n: st.binary(min_size=n, max_size=n).map(lambda data: bytes(byte & 0x3B for byte in data))
+    ),
+)
+frames = strange_frames | plausible_frames
 
 
 @pytest.mark.slow
