@@ -20,7 +20,7 @@ from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.helpers.rounds import KEY, UNBOUNDED, FakePeer, form, hold_round, peer, small_layout
-from tests.helpers.signing import resigned_result, signed_result, signed_roots
+from tests.helpers.signing import resigned_contribution, resigned_result, signed_result, signed_roots
 
 HOSTILE = 2  # index of the hostile member among three
 LOSSY = ("fp16", "int8", "int4")
@@ -306,25 +306,41 @@ def test_different_results_for_different_members_heal_in_the_next_round(codec: s
         assert Reference(p.reference.layout, p.reference.values_N).digests == p.reference.digests
 
 
-frames = st.builds(
+sizes = st.sampled_from([4 + 2 * 64, 4 * 64, 6 + 64, 6 + 32])
+strange_frames = st.builds(
     Frame,
     kind=st.just(FrameKind.DATA),
     form=st.integers(0, 255) | st.sampled_from([0, 1]),
     part=st.integers(0, 40) | st.integers(0, 2**32 - 1),
     weight=st.floats() | st.sampled_from([10.0, 20.0, 30.0]),
     extra=st.binary(max_size=8),
-    payload=st.binary(max_size=300)
-    | st.sampled_from([4 + 2 * 64, 4 * 64, 6 + 64, 6 + 32]).flatmap(lambda n: st.binary(min_size=n, max_size=n)),
+    payload=st.binary(max_size=300) | sizes.flatmap(lambda n: st.binary(min_size=n, max_size=n)),
 )
+plausible_frames = st.builds(
+    Frame,
+    kind=st.just(FrameKind.DATA),
+    form=st.just(Form.DELTA),
+    part=st.integers(0, 12),
+    weight=st.just(30.0),
+    extra=st.binary(max_size=8),
+    # Positive, finite scales and values.
+    payload=sizes.flatmap(
+        lambda n: st.binary(min_size=n, max_size=n).map(lambda data: bytes(byte & 0x3B for byte in data))
+    ),
+)
+frames = strange_frames | plausible_frames
 
 
 @pytest.mark.slow
 @settings(max_examples=100)
-@given(st.lists(frames, max_size=12), st.lists(frames, max_size=12), st.sampled_from(LOSSY))
-def test_arbitrary_frames_are_refused_or_harmless(pushes: list[Frame], results: list[Frame], codec: str) -> None:
+@given(st.lists(frames, max_size=12), st.lists(frames, max_size=12), st.sampled_from(LOSSY), st.booleans())
+def test_arbitrary_frames_are_refused_or_harmless(
+    pushes: list[Frame], results: list[Frame], codec: str, signed: bool
+) -> None:
     """Whatever arrives: only ProtocolError, all honest members agree, and everything stays finite."""
     peers, plan, states = three_peers(codec)
-    for frame in pushes:
+    for pushed in pushes:
+        frame = resigned_contribution(states[HOSTILE], pushed) if signed else pushed
         for state in states[:HOSTILE]:
             try:
                 state.accept(HOSTILE, frame)
@@ -346,12 +362,17 @@ def test_arbitrary_frames_are_refused_or_harmless(pushes: list[Frame], results: 
 
 @pytest.mark.slow
 @settings(max_examples=100)
-@given(st.lists(frames, max_size=12), st.sampled_from(LOSSY))
-def test_arbitrary_results_are_refused_or_valid(results: list[Frame], codec: str) -> None:
-    _, _, states = three_peers(codec)
+@given(st.lists(frames, max_size=12), st.sampled_from(LOSSY), st.booleans())
+def test_arbitrary_results_are_refused_or_valid(results: list[Frame], codec: str, signed: bool) -> None:
+    _, plan, states = three_peers(codec)
     state = states[0]
     before_N = state.reference.values_N.copy()
-    for frame in results:
+    for result in results:
+        frame = result
+        if signed and frame.part < len(plan.parts):
+            part = plan.parts[frame.part]
+            of_reducer = signed_result(states[part.reducer], part, frame.payload, signed_roots(states, part))
+            frame = dataclasses.replace(frame, extra=of_reducer.extra)
         held = dict(state.results)
         try:
             state.store_result(frame)
