@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -257,18 +258,15 @@ def test_after_a_return_the_members_share_out_all_parts(monkeypatch: pytest.Monk
                 await each.done()
                 assert not each.proven
                 each.audits.end(keep=True)
-                taken_back = Return(3, b"", frozenset(), frozenset(range(4)))
-                later: Any = SimpleNamespace(
-                    plan=replace(each.state.plan, round=4, taken_back=taken_back),
-                    group=each.state.group,
-                    me=each.state.me,
-                )
+                plan = replace(each.state.plan, taken_back=Return(3, b"", frozenset(), frozenset(range(4))))
+                later: Any = SimpleNamespace(plan=plan, group=each.state.group, me=each.state.me)
                 audit = each.audits._audit
-                monkeypatch.setattr(
-                    each.audits,
-                    "_audit",
-                    lambda state, parts, audit=audit: (drawn.append(set(parts)), audit(state, parts))[1],
-                )
+
+                async def noted(state: RoundState, parts: list[int], audit: Any = audit) -> None:
+                    drawn.append(set(parts))
+                    await audit(state, parts)
+
+                monkeypatch.setattr(each.audits, "_audit", noted)
                 each.audits.begin(later)
             for each in members:
                 await each.done()
@@ -354,7 +352,7 @@ def test_a_member_gets_so_many_contributions_and_no_more() -> None:
 
 
 @pytest.fixture(scope="module")
-def a_proof() -> Iterator[bytes]:
+def a_proof() -> bytes:
     states = exchanged()
     found: list[bytes] = []
 
@@ -367,7 +365,7 @@ def a_proof() -> Iterator[bytes]:
             found.append(kept)
 
     run(test)
-    yield found[0]
+    return found[0]
 
 
 @asynccontextmanager
@@ -381,10 +379,15 @@ async def two_peers(folders: list[Path | None]) -> AsyncIterator[list[tuple[Proo
             settings = SimpleNamespace(proofs=folder)
             run_state: Any = SimpleNamespace(run_id=RUN_ID, run=config, settings=settings, tracks=tracks)
             faults: list[ProtocolError] = []
-            proofs = Proofs(host.daemon.p2p, run_state, lambda _, error, faults=faults: faults.append(error), MEMBERS)
+            proofs = Proofs(host.daemon.p2p, run_state, partial(noted, faults), MEMBERS)
             await proofs.start()
             made.append((proofs, faults, host.peer_id))
         yield made
+
+
+def noted(faults: list[ProtocolError], peer_id: str, error: ProtocolError) -> None:
+    del peer_id
+    faults.append(error)
 
 
 async def compared(proofs: Proofs, peer_id: str, culprits: list[str]) -> bool:

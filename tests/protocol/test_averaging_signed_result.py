@@ -67,7 +67,7 @@ def test_a_stream_carries_each_root_once(results: list[tuple[list[int], int]]) -
         roots = tuple(map(a_root, numbers))
         signed = SignedResult(Head(0, b"", b"", b""), an_opening(num_steps), roots)
         data = encode(included, 9, signed, sent)
-        num_bytes += len(data) - (2 + 1 + 64 + 36 * num_steps + 2 * len(roots))
+        num_bytes += len(data) - (2 + 1 + 64 + 36 * num_steps + 4 * len(roots))
         assert decode(data, 9, known) == (included, signed.opening, roots)
     assert num_bytes == 96 * len({number for numbers, _ in results for number in numbers})
 
@@ -79,6 +79,13 @@ def test_a_reference_to_a_root_that_was_not_sent_is_refused_and_changes_nothing(
     with pytest.raises(ProtocolError, match="malformed: a result refers to a signed root that was not sent"):
         decode(data, 2, known)
     assert known == []
+
+
+def test_a_result_has_no_more_new_roots_than_contributions() -> None:
+    signed = SignedResult(Head(0, b"", b"", b""), an_opening(0), (a_root(1),))
+    data = encode(frozenset({1}), 2, signed, {}) + a_root(2).wire
+    with pytest.raises(ProtocolError, match="malformed: a result with more signed roots than contributions"):
+        decode(data, 2, [])
 
 
 def test_a_stream_has_a_limited_number_of_roots(monkeypatch: pytest.MonkeyPatch) -> None:

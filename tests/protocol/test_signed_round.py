@@ -337,12 +337,6 @@ def begun_like(states: list[RoundState], member: int) -> RoundState:
     )
 
 
-def test_more_roots_than_any_exchange_has_are_refused() -> None:
-    _, states, part = reduced()
-    known = [Commitment(bytes(32), bytes(64))] * (1 << 16)
-    assert refusal(lambda: states[ME].store_result(result_of(states, part), known)) == "oversized"
-
-
 # Work in a member's name that is not its own.
 
 

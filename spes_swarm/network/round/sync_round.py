@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from spes_swarm.protocol.rounds.outcome import Bounds, CommitReport
 from spes_swarm.protocol.rounds.own_statement import Work, difference_rms, make_statement
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
-from spes_swarm.protocol.rounds.statement import Group, Statement
+from spes_swarm.protocol.rounds.statement import NONCE_BYTES, Group, Statement
 from spes_swarm.protocol.rounds.vouchers import without_duty
 
 _LOGGER = logging.getLogger(__name__)
@@ -124,6 +125,7 @@ class SyncRounds:
             bandwidth_mbps=run.settings.bandwidth_mbps,
             reachable=self.rendezvous.reachable,
             certificate=run.certificate,
+            nonce=secrets.token_bytes(NONCE_BYTES),
             before=run.previous.digest(run.reference),
             admission=run.settings.admission,
         )

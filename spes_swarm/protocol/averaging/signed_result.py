@@ -27,8 +27,8 @@ from spes_swarm.protocol.averaging.commitments import (
 )
 from spes_swarm.protocol.bitmap import bitmap, members_of, num_bitmap_bytes
 
-MAX_COMMITMENTS = 1 << 16  # on one stream
-_INDEX = np.dtype("<u2")
+MAX_COMMITMENTS = 1 << 20  # on one stream
+_INDEX = np.dtype("<u4")
 _HEAD = struct.Struct(f"<I{3 * DIGEST_BYTES}s")
 
 
@@ -108,6 +108,8 @@ def decode(
         raise ProtocolError("malformed", "what goes along with a result has a wrong length")
     opening = Opening.from_wire(data[begin + 1 : end])
     new = [Commitment.from_wire(rest[i : i + Commitment.SIZE]) for i in range(0, len(rest), Commitment.SIZE)]
+    if len(new) > len(included):
+        raise ProtocolError("malformed", "a result with more signed roots than contributions")
     if len(known) + len(new) > MAX_COMMITMENTS:
         raise ProtocolError("oversized", f"more than {MAX_COMMITMENTS} signed roots on a stream")
     references = np.frombuffer(data[end:after], dtype=_INDEX).tolist()

@@ -4,8 +4,7 @@ There is no buffer that outlives a round. A residual is part of the live weights
 gone when the block is reset to the reference.
 
 A contributor takes back the rounding error of its own difference. The reducer of a part takes back that of the result,
-too. A sole contributor keeps its live weights, which have all of
-it.
+too. A sole contributor keeps its live weights, which have all of it.
 
 Shapes: N elements of one part.
 """

@@ -44,6 +44,7 @@ def make_statement(
     bandwidth_mbps: float,
     reachable: bool,
     certificate: bytes,
+    nonce: bytes,
     before: bytes = b"",
     admission: bytes = b"",
 ) -> Statement:
@@ -71,6 +72,7 @@ def make_statement(
         leaving=work.leaving,
         leased=leases.leased_bitmap,
         certificate=certificate,
+        nonce=nonce,
         admission=admission,
     )
 

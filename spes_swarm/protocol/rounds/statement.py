@@ -28,6 +28,7 @@ MAX_PACE = 1e9
 MAX_RMS = 1e30  # of a difference: the squares of larger ones overflow
 _MAX_TOKENS = 1 << 48
 _MAX_EXPERTS = 1 << 20
+NONCE_BYTES = 16
 _NOBODY, _NO_CREDENTIALS = Signer("", b""), Credentials(b"", b"")
 
 _Count = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
@@ -71,6 +72,8 @@ class Statement(SignedModel):
     before: Annotated[bytes, Field(max_length=DIGEST_BYTES)] = b""
     # Of the key that signs what it sends in the exchange; see protocol/averaging/commitments.py.
     certificate: Annotated[bytes, Field(max_length=MAX_CERTIFICATE_BYTES)]
+    # Random, so that no two attempts at a round have the same group: a reducer signs one result of a part in each.
+    nonce: Annotated[bytes, Field(max_length=NONCE_BYTES)] = b""
     # To a private run, so that all members of a group know each other; see protocol/admission/grants.py.
     admission: Annotated[bytes, Field(max_length=MAX_ADMISSION_BYTES)] = b""
 
