@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging.commitments import (
     CONTRIBUTION,
@@ -181,6 +182,26 @@ def test_a_contribution_can_be_made_again_in_any_order(codec: str) -> None:
     first = {part.index: states[ME].push_frame(part) for part in parts}
     again = {part.index: states[ME].push_frame(part) for part in reversed(parts)}
     assert again == first
+
+
+@pytest.mark.parametrize("has_sent", [True, False])
+def test_one_contribution_can_be_made_again_without_the_others(has_sent: bool) -> None:
+    plan, states = begun("int4")
+    me, parts = states[ME], plan.pushes(ME, REDUCER)
+    encoded = []
+
+    def values(part: Part) -> tuple[FloatArray, FloatArray]:
+        encoded.append(part)
+        return me._values(part)
+
+    if has_sent:
+        first = {part.index: me.push_frame(part) for part in parts}
+        assert all(me.contributions.again(part, values) == first[part.index] for part in parts)
+        assert encoded == parts
+    else:
+        shown = me.contributions.again(parts[0], values)
+        states[REDUCER].accept(ME, shown)
+        assert shown == me.push_frame(parts[0])
 
 
 # Results.
