@@ -304,6 +304,15 @@ def test_a_result_can_be_passed_on_but_not_changed() -> None:
     assert states[ME].results[part.index].signed == states[REDUCER].results[part.index].signed
 
 
+def test_the_parts_of_a_block_share_most_of_their_recipe() -> None:
+    plan, states = begun(bounds=BOUNDED)
+    for included in ({OTHER, ME}, {OTHER, REDUCER, ME}):
+        for part in plan.parts:
+            afresh = dataclasses.replace(states[ME].averaging)
+            assert states[ME].averaging.recipe(part, included) == afresh.recipe(part, included)
+            assert afresh.recipe(part, included).part == part.index
+
+
 def test_results_that_are_ready_together_are_signed_together() -> None:
     plan, states, _ = reduced()
     parts = [part for part in plan.parts if part.reducer == REDUCER]
