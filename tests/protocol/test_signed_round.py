@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging.commitments import (
     CONTRIBUTION,
@@ -183,6 +184,26 @@ def test_a_contribution_can_be_made_again_in_any_order(codec: str) -> None:
     assert again == first
 
 
+@pytest.mark.parametrize("has_sent", [True, False])
+def test_one_contribution_can_be_made_again_without_the_others(has_sent: bool) -> None:
+    plan, states = begun("int4")
+    me, parts = states[ME], plan.pushes(ME, REDUCER)
+    encoded = []
+
+    def values(part: Part) -> tuple[FloatArray, FloatArray]:
+        encoded.append(part)
+        return me._values(part)
+
+    if has_sent:
+        first = {part.index: me.push_frame(part) for part in parts}
+        assert all(me.contributions.again(part, values) == first[part.index] for part in parts)
+        assert encoded == parts
+    else:
+        shown = me.contributions.again(parts[0], values)
+        states[REDUCER].accept(ME, shown)
+        assert shown == me.push_frame(parts[0])
+
+
 # Results.
 
 
@@ -281,6 +302,15 @@ def test_a_result_can_be_passed_on_but_not_changed() -> None:
         assert refusal(lambda frame=resigned: states[ME].store_result(frame)) == "signature"  # type: ignore[misc]
     states[ME].store_result(passed_on)
     assert states[ME].results[part.index].signed == states[REDUCER].results[part.index].signed
+
+
+def test_the_parts_of_a_block_share_most_of_their_recipe() -> None:
+    plan, states = begun(bounds=BOUNDED)
+    for included in ({OTHER, ME}, {OTHER, REDUCER, ME}):
+        for part in plan.parts:
+            afresh = dataclasses.replace(states[ME].averaging)
+            assert states[ME].averaging.recipe(part, included) == afresh.recipe(part, included)
+            assert afresh.recipe(part, included).part == part.index
 
 
 def test_results_that_are_ready_together_are_signed_together() -> None:

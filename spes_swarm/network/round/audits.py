@@ -251,7 +251,7 @@ def _contribution(state: RoundState, part: Part) -> Frame | None:
     if all(c.member != state.me for c in state.plan.block_of(part).contributions):
         return None
     try:
-        return state.contributions.batch(part, partial(_values, state))[part.index]
+        return state.contributions.again(part, partial(_values, state))
     except LookupError:
         return None
 

@@ -16,10 +16,12 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sized
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from typing import Any, Self, TypeVar
 
+from spes_swarm.base.changes import Changes
 from spes_swarm.config.run import RoundConfig
 from spes_swarm.protocol.rounds.conduct import Delivery
 from spes_swarm.protocol.rounds.plan import Plan
@@ -31,6 +33,7 @@ _SHARES = (0.5, 0.75, 0.9)
 # Otherwise, as multiples of the first one, which is _PATIENCE times what is usual and half a stall timeout on top.
 _MULTIPLES = (1.0, 1.5, 2.0)
 _PATIENCE = 4.0
+_BATCH_S = 0.05  # for which the results of a batch wait for each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,3 +138,14 @@ async def answers_within(
     finally:
         for task in tasks.values():
             task.cancel()
+
+
+async def a_batch(changes: Changes, results: Sized, count: int) -> None:
+    """Waits a little until there are `count` results, to be signed together.
+
+    Parts are rarely complete at the same moment, and all others would verify a signature for each.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_BATCH_S):
+            while len(results) < count:
+                await changes.wait()

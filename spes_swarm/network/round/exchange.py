@@ -25,8 +25,8 @@ from spes_swarm.base.wording import plural
 from spes_swarm.network.diagnosis import exchange_lines
 from spes_swarm.network.link.rpc import RemoteError, Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
-from spes_swarm.network.round.deadlines import Deadlines, ExchangeLimits, Timing, answers_within
-from spes_swarm.protocol.averaging.commitments import Commitment
+from spes_swarm.network.round.deadlines import Deadlines, ExchangeLimits, Timing, a_batch, answers_within
+from spes_swarm.protocol.averaging.commitments import MAX_BATCH, Commitment
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.rounds import conduct, round_faults
@@ -462,6 +462,9 @@ class Exchange:
             if position == len(state.reduced):
                 if not await self._reduced.wait(self._limits.stall_timeout_s / 4):
                     await channel.send(Frame(FrameKind.KEEPALIVE))
+                    continue
+                several = min(position + MAX_BATCH, state.num_to_reduce)  # which are signed together
+                await a_batch(self._reduced, state.reduced, several)
                 continue
             index = state.reduced[position]
             position += 1

@@ -1,7 +1,8 @@
 """What one member contributes to an exchange: its differences, encoded and signed in batches.
 
 A batch is made when its first part is asked for. A member that still has the weights from before a commit can make the
-same batch again, bit for bit; that is how it answers audits.
+same messages again, bit for bit; that is how it answers audits. It keeps the leaves that it has signed, so it encodes
+again only what it is asked for.
 
 Shape: N elements of one part.
 """
@@ -42,6 +43,7 @@ class Contributions:
     key: SigningKey
     exchange: Exchange
     commitments: dict[int, Commitment] = field(default_factory=dict)  # signed roots, by part
+    _leaves: dict[int, bytes] = field(default_factory=dict)  # that have been signed, by part
     _batches: dict[int, list[tuple[Part, Contribution]]] = field(default_factory=dict)  # by part; filled by reducer
     _known: set[int] = field(default_factory=set)  # reducers
 
@@ -69,10 +71,21 @@ class Contributions:
         openings = self.key.commit(CONTRIBUTION, self.exchange, leaves)
         commitment = Commitment(openings[0].root(leaves[0]), openings[0].signature)
         self.commitments |= dict.fromkeys((p.index for p, _ in batch), commitment)
+        self._leaves |= {p.index: leaf for (p, _), leaf in zip(batch, leaves, strict=True)}
         return {
             p.index: Frame(FrameKind.DATA, c.form, p.index, c.weight, opening.wire, payload)
             for (p, c), opening, payload in zip(batch, openings, payloads, strict=True)
         }
+
+    def again(self, part: Part, values: Values) -> Frame:
+        """The message with a part, which may have been sent before; the values are the same."""
+        if part.index not in self._leaves:
+            return self.batch(part, values)[part.index]
+        batch = self._batches[part.index]
+        openings = self.key.commit(CONTRIBUTION, self.exchange, [self._leaves[p.index] for p, _ in batch])
+        place = next(i for i, (p, _) in enumerate(batch) if p.index == part.index)
+        contribution, payload = batch[place][1], self._encode(part, batch[place][1], values)
+        return Frame(FrameKind.DATA, contribution.form, part.index, contribution.weight, openings[place].wire, payload)
 
     def absence(self, part: Part, root: Commitment, values: Values) -> tuple[bytes, Opening] | None:
         """What shows that there is no contribution to a part under a root of this member's: a leaf and its opening.

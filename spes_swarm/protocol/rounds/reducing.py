@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from spes_swarm.base.arrays import FloatArray
@@ -48,6 +48,8 @@ class Averaging:
     codec: Codec
     result_codec: Codec  # of the results of parts with several contributions
     bounded: bool  # contributions must meet the plan's limits
+    # By block, elements, and members.
+    _recipes: dict[tuple[int, int, frozenset[int]], Recipe] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
     def block_sizes(self) -> Counter[int]:
@@ -73,6 +75,13 @@ class Averaging:
 
     def recipe(self, part: Part, included: Collection[int]) -> Recipe:
         """How the result of a part follows from the contributions of the members that it includes."""
+        # The parts of a block differ only in their numbers, but for the last one, which is shorter.
+        key = part.block, part.size, frozenset(included)
+        if (similar := self._recipes.get(key)) is None:
+            similar = self._recipes[key] = self._new_recipe(part, included)
+        return similar if similar.part == part.index else replace(similar, part=part.index)
+
+    def _new_recipe(self, part: Part, included: Collection[int]) -> Recipe:
         block_plan = self.plan.block_of(part)
         shares = [
             Share(
