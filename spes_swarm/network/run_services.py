@@ -486,5 +486,6 @@ class RunServices(RunCommands):
         for task in self._tasks:
             task.cancel()
         self._audits.end(keep=False)
+        self._audits.proofs.stop()
         await self._announcer.say_goodbye()
         await self._dht.leave()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,14 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import Channel, open_channel
 from spes_swarm.network.round import audits as audits_module
+from spes_swarm.network.round import proofs as proofs_module
 from spes_swarm.network.round.audits import Audits
+from spes_swarm.network.round.claims import own_contribution
 from spes_swarm.network.round.proofs import Proofs
 from spes_swarm.protocol.averaging.proof import Proof, open_proof
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
-from spes_swarm.protocol.rounds.plan import Part, make_plan
+from spes_swarm.protocol.rounds.plan import Part, Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.taking_back import Previous, Return
 from spes_swarm.protocol.rounds.track_record import TrackRecords
@@ -57,6 +60,7 @@ class Auditor:
     async def done(self) -> None:
         assert self.audits._task is not None
         await asyncio.wait_for(self.audits._task, 120)
+        await self.audits.proofs.added()
 
 
 def exchanged(num_members: int = 4, *, lying: bool = True, keeping: bool = True) -> list[RoundState]:
@@ -120,10 +124,22 @@ async def auditor(host: Host, state: RoundState, folder: Path | None) -> Auditor
     return Auditor(state, audits, faults)
 
 
-def audit_all(each: Auditor) -> None:
-    """Begins an audit of all parts."""
-    each.audits._state = each.state
-    each.audits._task = asyncio.create_task(each.audits._audit(each.state, list(each.state.wanted)))
+def audit_all(each: Auditor, later: int = 0) -> None:
+    """Begins an audit of all parts, as if the commit had been some rounds later."""
+    plan = replace(each.state.plan, round=each.state.plan.round + later)
+    each.audits.begin(replace_plan(each.state, plan))
+
+
+def replace_plan(state: RoundState, plan: Plan) -> RoundState:
+    other = copy(state)
+    other.plan = plan
+    return other
+
+
+def begin(members: list[Auditor]) -> None:
+    """All have committed."""
+    for each in members:
+        each.audits.begin(each.state)
 
 
 @pytest.fixture(autouse=True)
@@ -137,8 +153,7 @@ def test_a_liar_is_proven_by_what_the_others_show(tmp_path: Path) -> None:
 
     async def test() -> None:
         async with auditors(states, tmp_path) as members:
-            for each in members:
-                each.audits.begin(each.state)
+            begin(members)
             for each in members:
                 await each.done()
             assert [each.proven for each in members] == [[], [liar], [liar], [liar]]
@@ -159,8 +174,7 @@ def test_nothing_is_proven_against_honest_members() -> None:
 
     async def test() -> None:
         async with auditors(states) as members:
-            for each in members:
-                each.audits.begin(each.state)
+            begin(members)
             for each in members:
                 await each.done()
                 assert not each.proven
@@ -177,12 +191,17 @@ def test_who_does_not_show_its_work_in_three_rounds_is_doubted() -> None:
 
     async def test() -> None:
         async with auditors(states) as members:
+            begin(members)
             judge = members[1]
-            for number in range(3):
-                assert silent not in judge.state.tracks.conduct.doubted(3 + number)
+            conduct = judge.state.tracks.conduct
+            for _ in range(3):  # a round counts once
                 audit_all(judge)
                 await judge.done()
-            assert judge.state.tracks.conduct.doubts(silent, 3) == ("audit",)
+            for later in (1, 2):
+                assert silent not in conduct.doubted(3 + later)
+                audit_all(judge, later)
+                await judge.done()
+            assert conduct.doubts(silent, 5) == ("audit",)
             assert not judge.proven
             assert not judge.faults
 
@@ -194,12 +213,14 @@ def test_if_half_of_the_others_show_nothing_it_may_be_the_line() -> None:
 
     async def test() -> None:
         async with auditors(states) as members:
+            begin(members)
             for each in members[2:]:
-                each.audits._current = lambda: None  # they have begun another exchange
-            for _ in range(3):
-                audit_all(members[1])
+                each.audits.end(keep=False)  # they have begun another exchange
+                each.audits._current = lambda: None
+            for later in range(3):
+                audit_all(members[1], later)
                 await members[1].done()
-            assert not members[1].state.tracks.conduct.doubted(3)
+            assert not members[1].state.tracks.conduct.doubted(5)
 
     run(test)
 
@@ -207,20 +228,21 @@ def test_if_half_of_the_others_show_nothing_it_may_be_the_line() -> None:
 def test_other_bytes_than_were_pushed_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     states = exchanged(lying=False)
     other = states[0].averaging.peer_ids[SILENT]
-    honest = audits_module._contribution
+    honest = own_contribution
 
     def spoiled(state: RoundState, part: Part) -> Frame | None:
         frame = honest(state, part)
         return replace(frame, payload=bytes(len(frame.payload))) if frame is not None and state.me == SILENT else frame
 
-    monkeypatch.setattr(audits_module, "_contribution", spoiled)
+    monkeypatch.setattr(audits_module, "own_contribution", spoiled)
 
     async def test() -> None:
         async with auditors(states) as members:
-            for _ in range(3):
-                audit_all(members[1])
+            begin(members)
+            for later in range(3):
+                audit_all(members[1], later)
                 await members[1].done()
-            assert members[1].state.tracks.conduct.doubts(other, 3) == ("audit",)
+            assert members[1].state.tracks.conduct.doubts(other, 5) == ("audit",)
             assert not members[1].proven
 
     run(test)
@@ -253,20 +275,20 @@ def test_after_a_return_the_members_share_out_all_parts(monkeypatch: pytest.Monk
 
     async def test() -> None:
         async with auditors(states) as members:
+            begin(members)
             for each in members:
-                each.audits.begin(each.state)
                 await each.done()
                 assert not each.proven
                 each.audits.end(keep=True)
                 plan = replace(each.state.plan, taken_back=Return(3, b"", frozenset(), frozenset(range(4))))
                 later: Any = SimpleNamespace(plan=plan, group=each.state.group, me=each.state.me)
-                audit = each.audits._audit
+                audit = each.audits._run_audits
 
                 async def noted(state: RoundState, parts: list[int], audit: Any = audit) -> None:
                     drawn.append(set(parts))
                     await audit(state, parts)
 
-                monkeypatch.setattr(each.audits, "_audit", noted)
+                monkeypatch.setattr(each.audits, "_run_audits", noted)
                 each.audits.begin(later)
             for each in members:
                 await each.done()
@@ -293,6 +315,7 @@ def test_what_auditors_may_ask_for(hello: dict[str, Any], why: str | None) -> No
 
     async def test() -> None:
         async with auditors(states) as members:
+            members[1].audits.begin(members[1].state)
             frames = await asked(members, {"group": states[0].group.id, **hello})
             assert frames[-1].kind is (FrameKind.END if why is None else FrameKind.ERROR)
             if why is not None:
@@ -322,9 +345,11 @@ def test_an_exchange_that_is_over_is_not_shown() -> None:
 
     async def test() -> None:
         async with auditors(states) as members:
+            members[1].audits.begin(members[1].state)
             part = next(p.index for p in states[0].plan.parts if p.reducer == 2)
             hello = {"group": states[0].group.id, "parts": part.to_bytes(4, "little")}
             assert [frame.kind for frame in await asked(members, hello)] == [FrameKind.DATA, FrameKind.END]
+            members[1].audits.end(keep=False)
             members[1].audits._current = lambda: None
             assert [frame.kind for frame in await asked(members, hello)] == [FrameKind.END]
             assert not members[1].faults
@@ -338,6 +363,7 @@ def test_a_member_gets_so_many_contributions_and_no_more() -> None:
 
     async def test() -> None:
         async with auditors(states) as members:
+            members[1].audits.begin(members[1].state)
             part = next(p.index for p in states[0].plan.parts if p.reducer == 2)
             hello = {"group": states[0].group.id, "parts": part.to_bytes(4, "little")}
             for _ in range(most):
@@ -358,8 +384,9 @@ def a_proof() -> bytes:
 
     async def test() -> None:
         async with auditors(states) as members:
-            audit_all(members[1])
-            await members[1].done()
+            begin(members)
+            await members[1].audits._run_audits(states[1], list(states[1].wanted))
+            await members[1].audits.proofs.added()
             (kept,) = members[1].audits.proofs._known.values()
             assert isinstance(kept, bytes)
             found.append(kept)
@@ -447,6 +474,36 @@ def test_what_proves_nothing_is_not_kept(a_proof: bytes, spoil: Callable[[bytes]
             first._known[culprit] = spoil(a_proof)
             assert await compared(second, first_id, [culprit])
             assert not second.culprits
+
+    run(test)
+
+
+def test_others_proofs_count_if_they_are_about_members_and_own_ones_always(a_proof: bytes) -> None:
+    """Anybody can make proofs against identities of his own."""
+    culprit = open_proof(a_proof).culprit
+
+    async def test() -> None:
+        async with two_peers([None, None]) as ((first, _, first_id), (second, _, _)):
+            await first.add(a_proof)
+            second._guests = replace(MEMBERS, is_member=lambda peer_id: peer_id != culprit)
+            assert not await compared(second, first_id, [culprit])
+            assert not await second.add(a_proof, is_own=False)
+            assert not second.culprits
+            assert await second.add(a_proof)
+            assert second.culprits == [culprit]
+
+    run(test)
+
+
+def test_long_proofs_come_in_pieces(a_proof: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proofs_module, "_FRAME_BYTES", 100)
+    culprit = open_proof(a_proof).culprit
+
+    async def test() -> None:
+        async with two_peers([None, None]) as ((first, _, first_id), (second, _, _)):
+            await first.add(a_proof)
+            assert await compared(second, first_id, [culprit])
+            assert second._known[culprit] == a_proof
 
     run(test)
 

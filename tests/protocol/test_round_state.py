@@ -88,7 +88,7 @@ def test_before_anything_has_come_nothing_has_come() -> None:
     assert not state.ended
     assert not state.finished
     assert not state.unreliable
-    assert not state.dropped
+    assert not state.excessive
     assert (state.payload_bytes_sent, state.payload_bytes_received) == (0, 0)
     assert len(state.missing()) == len(state.wanted) - len(state.reduced)
     assert state.num_to_reduce >= len(state.outstanding()) > 0

@@ -92,7 +92,7 @@ class Exchange:
         self._report(state, state.refuse_excessive())
         self._report(state, state.clipped())
         missing = state.missing()
-        did_not_come = [state.wanted[i] for i in missing if i not in state.dropped]
+        did_not_come = [state.wanted[i] for i in missing if i not in state.excessive]
         self._report(state, round_faults.missing(state.plan, state.me, did_not_come, state.ended))
         if missing and not in_time:
             raise RoundError(f"{plural(len(missing), 'part')} missing after {self._limits.timeout_s:.0f} s")

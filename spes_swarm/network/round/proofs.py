@@ -1,7 +1,8 @@
 """The proofs against members that have lied (protocol/averaging/proof.py): kept, passed on, and acted upon.
 
 A peer lists in its record whom it has proofs against. Whoever reads a name there that it has no proof for fetches the
-proof and verifies it itself. One for each culprit is enough.
+proof and verifies it itself. One for each culprit is enough. Anybody can make proofs against identities of his own, so
+those of others count only if they are about a peer that has taken part in rounds of this one.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.storage.proofs import ProofFolder
 
 _LOGGER = logging.getLogger(__name__)
-_MAX_HELLO_BYTES = 1 << 16
-_MAX_CULPRITS = 512  # against whom proofs are kept; each has taken part in a commit
+_MAX_HELLO_BYTES = 1024
+_FRAME_BYTES = 1 << 20
 _PAUSE_S = 600.0  # before a peer is asked again that listed culprits and had no proof
 
 
@@ -43,6 +44,7 @@ class Proofs:
         self._known: dict[str, Path | bytes] = {}  # by culprit
         self._not_before: dict[str, float] = {}  # monotonic time, by peer
         self._fetching: asyncio.Task[None] | None = None
+        self._adding: set[asyncio.Task[None]] = set()
 
     @property
     def culprits(self) -> list[str]:
@@ -56,8 +58,28 @@ class Proofs:
                 self._keep(proof, path)
         await serve_channel(self._p2p, self._name, self._serve, self._stall_s, self._on_fault, self._guests)
 
-    async def add(self, data: bytes) -> bool:
-        """Verifies and keeps a proof, and trusts its culprit no more; returns False if there was one against it.
+    def add_soon(self, data: bytes) -> None:
+        """Adds a proof that this peer has made, in the background: audits may end meanwhile."""
+        task = asyncio.create_task(self._add_quietly(data))
+        self._adding.add(task)
+        task.add_done_callback(self._adding.discard)
+
+    async def added(self) -> None:
+        """Waits until all proofs that this peer has made so far have been added."""
+        if self._adding:
+            await asyncio.wait(self._adding)
+
+    async def _add_quietly(self, data: bytes) -> None:
+        try:
+            await self.add(data)
+        except Exception:  # this peer has made it
+            _LOGGER.exception("a proof is invalid")
+
+    async def add(self, data: bytes, *, is_own: bool = True) -> bool:
+        """Verifies and keeps a proof, and doubts its culprit from now on.
+
+        Returns:
+            False if there is one against the culprit already, or it is another peer's and about a stranger.
 
         Raises:
             ProtocolError: it proves nothing, or is about another run.
@@ -65,7 +87,7 @@ class Proofs:
         proof = await asyncio.to_thread(open_proof, data)
         if proof.run_id != self._run.run_id:
             raise ProtocolError("proof", f"a proof about the run {proof.run_id}")
-        if proof.culprit in self._known or len(self._known) >= _MAX_CULPRITS:
+        if proof.culprit in self._known or not (is_own or self._guests.is_member(proof.culprit)):
             return False
         kept: Path | bytes = data
         self._keep(proof, kept)
@@ -85,35 +107,43 @@ class Proofs:
         self._known[proof.culprit] = kept
         self._run.tracks.conduct.note_proof(proof.culprit)
 
+    # Passing on.
+
     def compare(self, peer_id: str, culprits: Collection[str]) -> None:
-        """Fetches the proofs of a peer that lists culprits unknown here; one peer is asked at a time."""
+        """Fetches a proof from a peer that lists culprits unknown here; one at a time, and only about members."""
+        new = [culprit for culprit in culprits if culprit not in self._known and self._guests.is_member(culprit)]
         busy = self._fetching is not None and not self._fetching.done()
-        if busy or self._known.keys() >= set(culprits) or not self._guests.is_member(peer_id):
+        if busy or not new or not self._guests.is_member(peer_id):
             return
         if time.monotonic() >= self._not_before.get(peer_id, 0.0):
-            self._fetching = asyncio.create_task(self._fetch(peer_id))
+            self._fetching = asyncio.create_task(self._fetch(peer_id, new[0]))
 
-    async def _fetch(self, peer_id: str) -> None:
-        num_new = 0
+    async def _fetch(self, peer_id: str, culprit: str) -> None:
         with suppress(*STREAM_ERRORS, ProtocolError):
+            data = bytearray()
             async with open_channel(self._p2p, peer_id, self._name, self._stall_s) as channel:
-                await channel.send_hello(known=self.culprits)
-                while (frame := await channel.receive(MAX_PROOF_BYTES)).kind is FrameKind.DATA:
-                    if not await self.add(frame.payload):
-                        break
-                    num_new += 1
-        if not num_new:
-            self._not_before[peer_id] = time.monotonic() + _PAUSE_S
+                await channel.send_hello(culprit=culprit)
+                while (frame := await channel.receive(_FRAME_BYTES)).kind is FrameKind.DATA:
+                    data += frame.payload
+                    if len(data) > MAX_PROOF_BYTES:
+                        raise ProtocolError("oversized", f"a proof of more than {MAX_PROOF_BYTES} bytes")
+            if await self.add(bytes(data), is_own=False):
+                return
+        self._not_before[peer_id] = time.monotonic() + _PAUSE_S
 
     async def _serve(self, channel: Channel) -> None:
-        hello = await channel.receive_hello(_MAX_HELLO_BYTES)
-        known = hello.get("known")
-        if not isinstance(known, list):
-            raise ProtocolError("malformed", "proofs are asked for with a list of known culprits")
-        if self._guests.is_member(channel.peer_id):
-            for culprit, kept in list(self._known.items()):
-                if culprit not in known:
-                    with suppress(OSError):  # the file is gone
-                        data = kept if isinstance(kept, bytes) else await asyncio.to_thread(kept.read_bytes)
-                        await channel.send(Frame(FrameKind.DATA, payload=data))
+        culprit = (await channel.receive_hello(_MAX_HELLO_BYTES)).get("culprit")
+        if not isinstance(culprit, str):
+            raise ProtocolError("malformed", "a proof is asked for by its culprit")
+        kept = self._known.get(culprit)
+        if kept is not None and self._guests.is_member(channel.peer_id):
+            with suppress(OSError):  # the file is gone
+                data = kept if isinstance(kept, bytes) else await asyncio.to_thread(kept.read_bytes)
+                for begin in range(0, len(data), _FRAME_BYTES):
+                    await channel.send(Frame(FrameKind.DATA, payload=data[begin : begin + _FRAME_BYTES]))
         await channel.send(Frame(FrameKind.END))
+
+    def stop(self) -> None:
+        """Ends what is under way, as this peer leaves."""
+        if self._fetching is not None:
+            self._fetching.cancel()

@@ -41,6 +41,9 @@ MAX_ROUNDS_APART = 8
 # Deviations below this share of the block's median RMS are never shortened, however well the others agree: on embedding
 # rows that only one member's tokens have touched, no other member agrees with it.
 FREE_DEVIATION = 0.5
+# A contribution is scaled by no less than this, and the usual length of contributions counts for no more than so many
+# times that in a round. Nobody states such figures honestly.
+LEAST_SCALE, MAX_STRETCH = 1e-12, 1e6
 # Contributions with at least this share of the usual length count as usual: the shortfall is chance.
 USUAL_SHARE = 0.8
 
@@ -113,7 +116,7 @@ def _block_rms(stated: Stated, expert: int | None) -> float:
 
 def scale(stated_rms: float, limit: float) -> float:
     """The factor that a contribution is multiplied by."""
-    return min(1.0, limit / stated_rms) if stated_rms > 0 else 1.0
+    return max(LEAST_SCALE, min(1.0, limit / stated_rms)) if stated_rms > 0 else 1.0
 
 
 @dataclass(slots=True)
@@ -126,8 +129,9 @@ class EnergyBudget:
     used: float = 0.0
 
     def most_of_part(self, elements: int) -> float:
-        """The largest sum of squares of one part."""
-        return (TOLERANCE * self.rms) ** 2 * min(MAX_PART_RATIO**2 * elements, self.block_elements)
+        """The largest sum of squares of one part; the same at all members, to the last bit: powers need not be."""
+        rms = TOLERANCE * self.rms
+        return rms * rms * min(int(MAX_PART_RATIO * MAX_PART_RATIO) * elements, self.block_elements)
 
     def allows_part(self, energy: float, elements: int) -> bool:
         """Returns True if one part alone is within bounds."""
@@ -135,7 +139,8 @@ class EnergyBudget:
 
     def spend(self, energy: float) -> bool:
         """Uses up `energy`; returns False, and uses up nothing, if not enough is left."""
-        allowed = (TOLERANCE * self.rms) ** 2 * min(self.block_elements, MAX_SHARE_RATIO * self.elements)
+        rms = TOLERANCE * self.rms
+        allowed = rms * rms * min(self.block_elements, MAX_SHARE_RATIO * self.elements)
         if not self.used + energy <= allowed:
             return False
         self.used += energy

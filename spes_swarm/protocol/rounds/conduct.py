@@ -8,8 +8,9 @@ most: its own results are late then, and one whose results are late in three of 
 
 A member with a slow line is late in this sense through no fault of its own: its work is in the rounds as far as it
 arrives, and nothing else follows. Doubts are another matter. A member is doubted for what no slow line explains: work
-or results that never came, results or contributions outside their bounds, and rounds that it led and did not close.
-They are one peer's opinion, and have an effect only where most agree; see vouchers.py.
+or results that never came, results or contributions outside their bounds, rounds that it led and did not close, and
+work that it did not show to auditors. If a lie of it is proven, it is doubted for good. Doubts are one peer's opinion,
+and have an effect only where most agree; see vouchers.py.
 
 If a commit is taken back (see taking_back.py), nothing shows which of its reducers did harm, if any. Half of them rest:
 those that reduced in the largest number of such commits since a commit of theirs last stood, and of equals a draw by
@@ -109,7 +110,9 @@ class Conduct:
 
     def note_unanswered(self, peer_id: str, round_number: int) -> None:
         """Notes that a peer did not show its contributions to a round."""
-        self._of(peer_id).failed.append((round_number, "audit"))
+        failed = self._of(peer_id).failed
+        if (round_number, "audit") not in failed:
+            failed.append((round_number, "audit"))
 
     def note_proof(self, peer_id: str) -> None:
         """Notes that there is a proof against a peer, which is doubted from now on."""

@@ -21,6 +21,7 @@ from functools import cached_property
 from statistics import median_low
 
 from spes_swarm.protocol.averaging.clipping import (
+    MAX_STRETCH,
     USUAL_SHARE,
     Stated,
     believed_tokens,
@@ -99,7 +100,8 @@ class BlockPlan:
     @property
     def stretch(self) -> float:
         """Ratio of the usual length of contributions to that in this round, at least 1; see clipping.USUAL_SHARE."""
-        return max(1.0, USUAL_SHARE * self.usual_rms / self.median_rms) if self.median_rms > 0 else 1.0
+        stretch = USUAL_SHARE * self.usual_rms / self.median_rms if self.median_rms > 0 else 1.0
+        return min(max(1.0, stretch), MAX_STRETCH)
 
     def receives(self, member: int) -> bool:
         """Returns True if a member wants this block's results: the block changes, or the member has another base."""
@@ -419,8 +421,8 @@ def _within_terms(weights: list[tuple[int, float]], members: Sequence[Member]) -
     share = {i: members[i].most_weight for i, _ in weights}
     limited: set[int] = set()
     while True:
-        free = sum(weight for i, weight in weights if i not in limited)
-        total = free / (1 - sum(share[i] for i in limited)) if free else 0.0
+        free = math.fsum(weight for i, weight in weights if i not in limited)  # the same in all versions of Python
+        total = free / (1 - math.fsum(share[i] for i in sorted(limited))) if free else 0.0
         more = {i for i, weight in weights if share[i] < 1 and i not in limited and weight > share[i] * total}
         if not more:
             return [(i, share[i] * (total or 1.0) if i in limited else weight) for i, weight in weights]

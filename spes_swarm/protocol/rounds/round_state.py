@@ -58,7 +58,7 @@ class RoundState:
     def __post_init__(self) -> None:
         plan, me = self.plan, self.me
         self.results: dict[int, Result] = {}
-        self.dropped: set[int] = set()  # parts whose results have arrived and were refused
+        self.excessive: dict[int, Result] = {}  # results that have arrived and were refused, by part
         self.reduced: list[int] = []  # parts reduced here, in the order of completion
         self.on_reduced: Callable[[], None] = lambda: None  # called when a part has been reduced here
         self.ended: set[int] = set()  # reducers that have ended their streams in order
@@ -72,8 +72,7 @@ class RoundState:
         self.misquoted: list[int] = []  # parts whose results include work in this member's name that is not its own
         self._exchange = self.group.exchange
         ids, keys = zip(*((member.peer_id, member.signer.key) for member in self.group.members), strict=True)
-        codecs = self.codec, self.result_codec or self.codec
-        self.averaging = Averaging(plan, ids, keys, *codecs, self.bounds.bounded)
+        self.averaging = Averaging(plan, ids, keys, self.codec, self.result_codec or self.codec, self.bounds.bounded)
         self.contributions = Contributions(plan, me, self.codec, self.key, self._exchange)
         self._ready: dict[int, dict[int, Frame]] = {}  # of the batch under way, by reducer and part
         self._unsigned: list[tuple[Part, bytes, dict[int, Commitment]]] = []  # results
@@ -319,7 +318,7 @@ class RoundState:
     def failed_reducers(self) -> set[str]:
         """The members that have not delivered parts that they reduce, or whose results were refused."""
         lacking = [self.wanted[index] for index in self.missing()]
-        failed = round_faults.failed_reducers(self.plan, self.me, lacking, self.ended, self.dropped)
+        failed = round_faults.failed_reducers(self.plan, self.me, lacking, self.ended, self.excessive)
         return {self.group.members[i].peer_id for i in failed}
 
     # Results.
@@ -420,9 +419,8 @@ class RoundState:
         known = {index: (result.included, result.energy) for index, result in self.results.items()}
         errors = []
         for excess in excessive_results(self.plan, self.me, known):
-            self.dropped.update(excess.parts)
             for index in excess.parts:
-                del self.results[index]
+                self.excessive[index] = self.results.pop(index)
             results = plural(len(excess.parts), "result")
             what = f"{results} of block {excess.block} longer than the contributions can explain"
             errors.append((excess.reducer, ProtocolError("norm", what)))
@@ -437,7 +435,9 @@ class RoundState:
         taken_back = self.plan.taken_back
         keeps_work = taken_back is not None and self._missed(taken_back)
         if taken_back is None:
-            self.previous.keep(self.reference, self.live_N, changed, trained)
+            # What this member contributed is shown in audits, even if no result of a block has arrived.
+            own = {i for i, b in self.plan.blocks.items() if any(c.member == self.me for c in b.contributions)}
+            self.previous.keep(self.reference, self.live_N, changed | own, trained)
         elif self.me in taken_back.keepers:
             changed |= taken_back.blocks  # of one that has missed the commit, only the versions
             if not keeps_work:

@@ -64,7 +64,7 @@ def _digest(statement: Statement) -> bytes:
 class Previous:
     """The reference before this peer's last commit, and the live weights that it took part with.
 
-    Only the blocks that the commit changed are kept.
+    Only the blocks that the commit changed, or that this peer contributed to, are kept.
     """
 
     def __init__(self, values_N: FloatArray | None = None, live_N: FloatArray | None = None) -> None:
