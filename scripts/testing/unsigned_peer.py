@@ -16,8 +16,8 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from scripts.testing.forked_peer import ForkServer, Main
+from scripts.testing.forked_peer import ForkServer
 from spes_swarm import join
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.network.round import audits, sync_round
@@ -50,8 +50,7 @@ _AUDITS = "audits: "  # what these call counts as theirs
 
 def launch(namespace: str, *, signed: bool, profiled: bool) -> ForkServer:
     """Starts peers in a namespace."""
-    main: Main = join.main if signed else _unsigned_main
-    return ForkServer(namespace, main=partial(_profiled_main, main) if profiled else main)
+    return ForkServer(namespace, main=partial(_main, signed, profiled))
 
 
 class _Unsigned(RoundState):
@@ -103,7 +102,9 @@ def _decode(data: bytes, num_members: int, known: list[Commitment]) -> tuple[fro
     return frozenset(members_of(data, num_members)), _NOTHING, ()
 
 
-def _unsigned_main(arguments: list[str]) -> int:
+@contextmanager
+def unsigned() -> Iterator[type[RoundState]]:
+    """Has this process neither sign nor audit; yields the class of its rounds."""
     with ExitStack() as stack:
         for owner, name, replacement in (
             (sync_round, "RoundState", _Unsigned),
@@ -114,7 +115,7 @@ def _unsigned_main(arguments: list[str]) -> int:
             (Signer, "commitment", lambda *content: _NOBODY),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
-        return join.main(arguments)
+        yield _Unsigned
 
 
 class FunctionClock:
@@ -155,31 +156,13 @@ class FunctionClock:
         self._path.write_text(json.dumps(content), encoding="utf-8")
 
 
-def _profiled_main(main: Main, arguments: list[str]) -> int:
-    clock = FunctionClock(Path(arguments[arguments.index("--output-dir") + 1], PROFILE))
-    end = audits.Audits.end
-
-    def end_and_write(self: audits.Audits, *, keep: bool) -> None:
-        clock.write()  # once a round
-        end(self, keep=keep)
-
+def _main(signed: bool, profiled: bool, arguments: list[str]) -> int:
     with ExitStack() as stack:
-        if main is _unsigned_main:  # its patches come first
-            main = partial(_patched_then, stack, clock)
-        else:
-            _measure(stack, clock)
-        stack.enter_context(patch.object(audits.Audits, "end", end_and_write))
-        return main(arguments)
-
-
-def _patched_then(stack: ExitStack, clock: FunctionClock, arguments: list[str]) -> int:
-    def measured(arguments: list[str]) -> int:
-        _measure(stack, clock)
-        return join_main(arguments)
-
-    join_main = join.main
-    with patch.object(join, "main", measured):
-        return _unsigned_main(arguments)
+        if not signed:
+            stack.enter_context(unsigned())
+        if profiled:
+            _measure(stack, FunctionClock(Path(arguments[arguments.index("--output-dir") + 1], PROFILE)))
+        return join.main(arguments)
 
 
 def _measure(stack: ExitStack, clock: FunctionClock) -> None:
@@ -213,8 +196,12 @@ def _measure(stack: ExitStack, clock: FunctionClock) -> None:
     ):
         function = owner.__dict__.get(attribute, None) or getattr(owner, attribute)
         stack.enter_context(patch.object(owner, attribute, clock.timed(name, function)))
-    wire_digest = Recipe.__dict__["digest"]
-    if isinstance(wire_digest, property):
-        assert wire_digest.fget is not None
-        timed = clock.timed("digests of recipes", wire_digest.fget)
-        stack.enter_context(patch.object(Recipe, "digest", property(timed)))
+    digest = Recipe.__dict__["digest"].fget
+    stack.enter_context(patch.object(Recipe, "digest", property(clock.timed("digests of recipes", digest))))
+    end = audits.Audits.end
+
+    def write_and_end(self: audits.Audits, *, keep: bool) -> None:
+        clock.write()  # once a round
+        end(self, keep=keep)
+
+    stack.enter_context(patch.object(audits.Audits, "end", write_and_end))

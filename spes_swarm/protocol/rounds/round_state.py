@@ -174,12 +174,12 @@ class RoundState:
             difference_N = self._shortened(contribution, self._difference_of_full(part, frame.payload))
         else:
             difference_N = self.codec.decode(frame.payload, part.size)
-        self._check_norm(difference_N)
+        energy = self._check_norm(difference_N)
         leaf = contribution_leaf(part.index, frame.payload)
         signer, opening = self.group.members[contribution.member].signer, Opening.from_wire(frame.extra)
         commitment = signer.commitment(CONTRIBUTION, self._exchange, leaf, opening)
         if contribution.form is Form.DELTA:
-            self._check_stated(part, contribution, difference_N)
+            self._check_stated(part, contribution, energy)
         if contribution.scale < 1:
             difference_N = difference_N * np.float32(contribution.scale)
         self._accumulators[part.index].add(contribution, commitment, difference_N)
@@ -200,7 +200,7 @@ class RoundState:
         rms = math.sqrt(sum_of_squares(difference_N) / len(difference_N))
         return difference_N * np.float32(limit / rms) if limit < rms < math.inf else difference_N
 
-    def _check_stated(self, part: Part, contribution: Contribution, difference_N: FloatArray) -> None:
+    def _check_stated(self, part: Part, contribution: Contribution, energy: float) -> None:
         """Refuses a difference longer than stated: the stated RMS decides how a member is scaled."""
         if not self.bounds.bounded:
             return
@@ -208,7 +208,6 @@ class RoundState:
         budget = self._budgets.setdefault(
             (contribution.member, part.block), EnergyBudget(contribution.stated_rms, *sizes)
         )
-        energy = sum_of_squares(difference_N)
         if not (budget.allows_part(energy, part.size) and budget.spend(energy)):
             raise ProtocolError("norm", f"part {part.index} exceeds the stated RMS of {contribution.stated_rms:.3g}")
 
@@ -217,10 +216,12 @@ class RoundState:
         with np.errstate(over="ignore"):  # an infinite difference fails _check_norm
             return EXACT.decode(payload, part.size) - base_N
 
-    def _check_norm(self, difference_N: FloatArray) -> None:
-        rms = float(np.sqrt(np.mean(np.square(difference_N, dtype=np.float64))))
+    def _check_norm(self, difference_N: FloatArray) -> float:
+        energy = sum_of_squares(difference_N)  # which is returned
+        rms = math.sqrt(energy / len(difference_N))
         if not rms <= self.bounds.max_update_rms:
             raise ProtocolError("norm", f"a difference of RMS {rms:.3g} exceeds {self.bounds.max_update_rms:.3g}")
+        return energy
 
     def give_up(self, member: int) -> int:
         """Stops waiting for a contributor; returns the number of parts that it still owed."""
@@ -388,8 +389,7 @@ class RoundState:
         energy, signed = 0.0, None
         if form is Form.DELTA:
             difference_N = self.averaging.codec_of_result(part).decode(frame.payload, part.size)
-            self._check_norm(difference_N)
-            energy = sum_of_squares(difference_N)
+            energy = self._check_norm(difference_N)
             signed = self._check_signed(part, frame.payload, included, opening, roots)
         else:  # from another base, any distance may be right
             self._difference_of_full(part, frame.payload)
