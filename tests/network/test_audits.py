@@ -112,6 +112,10 @@ async def auditors(states: list[RoundState], folder: Path | None = None) -> Asyn
         finally:
             for each in started:
                 each.audits.end(keep=False)
+                each.audits._current = lambda: None
+            for each in started:
+                each.audits._begun.notify()  # nobody waits for a commit any more
+            await asyncio.sleep(0.1)
 
 
 async def auditor(host: Host, state: RoundState, folder: Path | None) -> Auditor:
@@ -315,7 +319,7 @@ def test_what_auditors_may_ask_for(hello: dict[str, Any], why: str | None) -> No
 
     async def test() -> None:
         async with auditors(states) as members:
-            members[1].audits.begin(members[1].state)
+            members[1].audits._state = members[1].state
             frames = await asked(members, {"group": states[0].group.id, **hello})
             assert frames[-1].kind is (FrameKind.END if why is None else FrameKind.ERROR)
             if why is not None:
@@ -345,7 +349,7 @@ def test_an_exchange_that_is_over_is_not_shown() -> None:
 
     async def test() -> None:
         async with auditors(states) as members:
-            members[1].audits.begin(members[1].state)
+            members[1].audits._state = members[1].state
             part = next(p.index for p in states[0].plan.parts if p.reducer == 2)
             hello = {"group": states[0].group.id, "parts": part.to_bytes(4, "little")}
             assert [frame.kind for frame in await asked(members, hello)] == [FrameKind.DATA, FrameKind.END]
@@ -363,7 +367,7 @@ def test_a_member_gets_so_many_contributions_and_no_more() -> None:
 
     async def test() -> None:
         async with auditors(states) as members:
-            members[1].audits.begin(members[1].state)
+            members[1].audits._state = members[1].state
             part = next(p.index for p in states[0].plan.parts if p.reducer == 2)
             hello = {"group": states[0].group.id, "parts": part.to_bytes(4, "little")}
             for _ in range(most):
