@@ -63,19 +63,20 @@ def test_what_is_not_a_proof_is_a_line_and_the_exit_code(
     )
 
 
-def test_a_file_that_cannot_be_read_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_cannot_be_read_is_one_line_and_the_others_are_verified(
+    files: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large = tmp_path / "large"
     large.write_bytes(bytes(101))
-    monkeypatch.setattr("spes_swarm.protocol.averaging.proof.MAX_PROOF_BYTES", 100)
     for path, why in (
         (tmp_path / "missing", "cannot be read: No such file or directory"),
         (tmp_path, "cannot be read: Is a directory"),
-        (large, "is not a proof: it has more than 0 MiB"),
     ):
-        assert proof.main([str(path)]) == 2
-        assert capsys.readouterr().err == f"proof: {path} {why}\n"
+        assert proof.main([str(path), str(files[0])]) == 1
+        assert capsys.readouterr().out == f"{path} {why}\n{line_of(files[0])}"
+    monkeypatch.setattr("spes_swarm.protocol.averaging.proof.MAX_PROOF_BYTES", 100)
+    assert proof.main([str(large)]) == 1
+    assert capsys.readouterr().out == f"{large} is not a proof: it has more than 0 MiB\n"
 
 
 @pytest.mark.slow

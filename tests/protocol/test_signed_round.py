@@ -25,7 +25,7 @@ from spes_swarm.protocol.averaging.commitments import (
     SigningKey,
 )
 from spes_swarm.protocol.averaging.proof import misquoted_contribution, open_proof
-from spes_swarm.protocol.averaging.recipe import fault_of
+from spes_swarm.protocol.averaging.recipe import Recipe, fault_of
 from spes_swarm.protocol.averaging.signed_result import SignedResult, contribution_leaf, decode, encode
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.rounds.frames import Frame
@@ -419,3 +419,23 @@ def test_a_member_can_show_that_another_root_of_its_own_has_no_contribution_to_a
     content = reducer.averaging.recipe(part, roots), signed.head.payload, signed, sorted(roots).index(ME)
     proven = open_proof(misquoted_contribution(exchange, credentials, *content, *shown))
     assert (proven.kind, proven.part, proven.culprit) == ("misquoted", part.index, who.peer_id)
+
+
+# Recipes.
+
+
+@pytest.mark.parametrize("stated_rms", [5e-324, 1e-200, 1e-9, 1.0, 1e30])
+@pytest.mark.parametrize("usual_rms", [0.0, 5e-324, 1.0, 1e30])
+def test_whatever_is_stated_a_recipe_is_one_that_a_proof_may_have(stated_rms: float, usual_rms: float) -> None:
+    plan, states = begun(bounds=BOUNDED)
+    part = plan.parts[0]
+    block = plan.block_of(part)
+    first, *others = block.contributions
+    stated = (dataclasses.replace(first, stated_rms=stated_rms, limit_rms=1e-3), *others)
+    median = min(c.bound_rms for c in stated)
+    changed = dataclasses.replace(block, contributions=stated, median_rms=median, usual_rms=usual_rms)
+    averaging = dataclasses.replace(
+        states[ME].averaging, plan=dataclasses.replace(plan, blocks={**plan.blocks, block.block: changed})
+    )
+    recipe = averaging.recipe(part, {c.member for c in stated})
+    assert Recipe.from_content(recipe.content) == recipe

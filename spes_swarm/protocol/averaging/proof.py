@@ -261,7 +261,7 @@ def _check_misquoted(claim: _Claim) -> tuple[int, str]:
             if found != commitment.root:
                 raise ProtocolError("proof", "the root may have a contribution to the part")
             peer_id = recipe.shares[i].peer_id
-            return recipe.part, f"the result includes a contribution of {peer_id} that is not where it is said to be"
+            return recipe.part, f"the result includes a contribution of {peer_id} that is not under the root it quotes"
     raise ProtocolError("malformed", "not a proof of a misquoted contribution")
 
 

@@ -47,7 +47,7 @@ class Share:
     weight: float
     scale: float  # the factor by which the difference is multiplied
     most_energy: float  # the largest sum of squares that the difference may have; infinite: any
-    full: bool  # its values are no difference, and nobody can judge the result who has not the base that it is from
+    full: bool  # its values are no difference: the result cannot be judged without the base that they are relative to
 
 
 @dataclass(frozen=True, slots=True)
