@@ -4,8 +4,8 @@
 
 For each seed, two swarms of real peers hold the same number of rounds, one after the other, in alternating order: one
 as it is, and one that signs and audits nothing (scripts/testing/unsigned_peer.py says what is left out). Each peer is
-in a network namespace, with a line of --mbps in both directions. This needs root. Figures are of a peer and a round,
-after some rounds to warm up:
+in a network namespace, which needs root, with a line of --mbps in both directions from round 1 on. Figures are of a
+peer and a round, after some rounds to warm up:
 
   exchange s   of the metrics: median over peers and rounds
   bytes        sent on the line, those of audits included
@@ -132,7 +132,6 @@ def measure(variant: str, seed: int, options: argparse.Namespace, directory: Pat
         network = stack.enter_context(LocalNetwork(options.peers))
         peers: list[LocalPeer] = []
         for host in range(options.peers):
-            network.limit(host, options.mbps)
             arguments = [*common, "--seed", options.peers * seed + host]
             arguments += ["--host-maddrs", f"/ip4/{network.address(host)}/tcp/{PORT}"]
             if host:
@@ -143,6 +142,9 @@ def measure(variant: str, seed: int, options: argparse.Namespace, directory: Pat
             peers.append(
                 stack.enter_context(LocalPeer(directory / str(host), [str(a) for a in arguments], launch=start))
             )
+        for host, peer in enumerate(peers):  # peers that join download the model, which is not measured
+            peer.wait_for_round(1)
+            network.limit(host, options.mbps)
         samples = follow(peers, (options.warm_up, options.warm_up + options.rounds))
         for peer in peers:
             if peer.wait() != 0:
