@@ -74,7 +74,10 @@ def refused(data: bytes, why: str) -> None:
     [
         ("result", "the result differs from the mean of its contributions by 2 of its length"),
         ("forged", f"the result includes a contribution that {member(2).peer_id} has not signed"),
-        ("misquoted", f"the result includes a contribution of {member(1).peer_id} that is not where it is said to be"),
+        (
+            "misquoted",
+            f"the result includes a contribution of {member(1).peer_id} that is not under the root it quotes",
+        ),
         ("two-results", "it has signed two different results"),
     ],
 )

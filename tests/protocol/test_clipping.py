@@ -149,8 +149,8 @@ def test_every_member_is_one_voice_in_what_a_round_has_come_to() -> None:
 def test_a_budget_is_never_exceeded_whatever_the_order(energies: list[float], rms: float, elsewhere: int) -> None:
     elements = 10 * len(energies)
     budget = EnergyBudget(rms, elements + elsewhere, elements)
-    accepted = [energy for energy in energies if budget.spend(energy)]
-    most = (TOLERANCE * rms) ** 2 * min(elements + elsewhere, MAX_SHARE_RATIO * elements)
+    accepted = [energy for energy in energies if budget.spend(energy, 10)]
+    most = (TOLERANCE * rms) ** 2 * min(elements + elsewhere, MAX_SHARE_RATIO * (elements + 10))
     assert sum(accepted) <= most * (1 + 1e-12)
     if sum(energies) <= most:
         assert accepted == energies
@@ -160,7 +160,13 @@ def test_one_part_cannot_have_all_of_a_large_blocks_energy() -> None:
     budget = EnergyBudget(1.0, 100_000, 100_000)
     assert budget.allows_part(MAX_PART_RATIO**2 * 100, 100)
     assert not budget.allows_part(1.1 * MAX_PART_RATIO**2 * 100, 100)
-    assert not EnergyBudget(1.0, 100_000, 100_000).spend(math.nan)
+    assert not EnergyBudget(1.0, 100_000, 100_000).spend(math.nan, 100)
+
+
+def test_a_reducer_of_one_part_sees_a_ratio_that_scatters_more() -> None:
+    """At most 2.1 times the RMS of the block was measured in one part."""
+    assert EnergyBudget(1.0, 100_000, 1_100).spend(2.1**2 * 1_100, 1_100)
+    assert not EnergyBudget(1.0, 100_000, 1_100).spend(3.0**2 * 1_100, 1_100)
 
 
 # Agreement.

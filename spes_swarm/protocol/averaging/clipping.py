@@ -137,10 +137,13 @@ class EnergyBudget:
         """Returns True if one part alone is within bounds."""
         return energy <= self.most_of_part(elements)
 
-    def spend(self, energy: float) -> bool:
-        """Uses up `energy`; returns False, and uses up nothing, if not enough is left."""
+    def spend(self, energy: float, elements: int) -> bool:
+        """Uses up `energy` on a part of so many elements; returns False, and uses up nothing, if not enough is left.
+
+        A part counts twice: of a reducer that has this one alone, the ratio to the block scatters more.
+        """
         rms = TOLERANCE * self.rms
-        allowed = rms * rms * min(self.block_elements, MAX_SHARE_RATIO * self.elements)
+        allowed = rms * rms * min(self.block_elements, MAX_SHARE_RATIO * (self.elements + elements))
         if not self.used + energy <= allowed:
             return False
         self.used += energy

@@ -64,7 +64,8 @@ def excessive_results(plan: Plan, me: int, results: Mapping[int, tuple[frozenset
                 bound_rms = mean_bound_rms(plan.blocks[block], included)
                 budgets[included] = EnergyBudget(bound_rms, block_elements[block], elements)
             budget = budgets[included]
-            if not (budget.allows_part(energy, plan.parts[index].size) and budget.spend(energy)):
+            size = plan.parts[index].size
+            if not (budget.allows_part(energy, size) and budget.spend(energy, size)):
                 dropped.append(index)
         if dropped:
             excess.append(Excess(reducer, block, tuple(dropped)))

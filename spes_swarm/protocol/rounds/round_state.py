@@ -208,7 +208,7 @@ class RoundState:
         budget = self._budgets.setdefault(
             (contribution.member, part.block), EnergyBudget(contribution.stated_rms, *sizes)
         )
-        if not (budget.allows_part(energy, part.size) and budget.spend(energy)):
+        if not (budget.allows_part(energy, part.size) and budget.spend(energy, part.size)):
             raise ProtocolError("norm", f"part {part.index} exceeds the stated RMS of {contribution.stated_rms:.3g}")
 
     def _difference_of_full(self, part: Part, payload: bytes) -> FloatArray:
