@@ -408,9 +408,9 @@ def test_a_member_can_show_that_another_root_of_its_own_has_no_contribution_to_a
     me, reducer, exchange = states[ME], states[REDUCER], states[ME].group.exchange
     roots, elsewhere = signed_roots(states, part), signed_roots(states, other)[ME]
     assert elsewhere != roots[ME]
-    assert me.contributions.absence(part, roots[ME], me._values) is None
-    assert me.contributions.absence(part, roots[OTHER], me._values) is None
-    shown = me.contributions.absence(part, elsewhere, me._values)
+    assert me.contributions.absence(part, roots[ME]) is None
+    assert me.contributions.absence(part, roots[OTHER]) is None
+    shown = me.contributions.absence(part, elsewhere)
     assert shown is not None
     payload = get_codec("fp16").encode(np.full(part.size, 1e-3, np.float32))
     (signed,) = reducer.averaging.sign(reducer.key, exchange, [(part, payload, {**roots, ME: elsewhere})])

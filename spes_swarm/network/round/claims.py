@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -72,11 +71,8 @@ class Claim:
         for i, (member, root) in enumerate(zip(self.members, self.signed.commitments, strict=True)):
             if not members[member].signer.has_signed(CONTRIBUTION, exchange, root):
                 return proof.forged_contribution(*what, i, members[member].credentials)
-            if member == self.state.me:
-                with suppress(LookupError):
-                    shown = self.state.contributions.absence(self.part, root, partial(values_then, self.state))
-                    if shown is not None:
-                        return proof.misquoted_contribution(*what, i, *shown)
+            if member == self.state.me and (shown := self.state.contributions.absence(self.part, root)) is not None:
+                return proof.misquoted_contribution(*what, i, *shown)
         return None
 
     def wrong_result(self) -> bytes | None:

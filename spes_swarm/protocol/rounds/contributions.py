@@ -81,13 +81,12 @@ class Contributions:
         """The message with a part, which may have been sent before; the values are the same."""
         if part.index not in self._leaves:
             return self.batch(part, values)[part.index]
-        batch = self._batches[part.index]
-        openings = self.key.commit(CONTRIBUTION, self.exchange, [self._leaves[p.index] for p, _ in batch])
-        place = next(i for i, (p, _) in enumerate(batch) if p.index == part.index)
-        contribution, payload = batch[place][1], self._encode(part, batch[place][1], values)
-        return Frame(FrameKind.DATA, contribution.form, part.index, contribution.weight, openings[place].wire, payload)
+        contribution = next(c for p, c in self._batches[part.index] if p.index == part.index)
+        opening = self._openings(part.index)[self._leaves[part.index]]
+        payload = self._encode(part, contribution, values)
+        return Frame(FrameKind.DATA, contribution.form, part.index, contribution.weight, opening.wire, payload)
 
-    def absence(self, part: Part, root: Commitment, values: Values) -> tuple[bytes, Opening] | None:
+    def absence(self, part: Part, root: Commitment) -> tuple[bytes, Opening] | None:
         """What shows that there is no contribution to a part under a root of this member's: a leaf and its opening.
 
         None if the root is not one of its own, or is that of the part.
@@ -96,11 +95,15 @@ class Contributions:
             return None
         for index, known in self.commitments.items():
             if known == root:
-                frames = self.batch(self.plan.parts[index], values).values()
-                openings = {contribution_leaf(f.part, f.payload): Opening.from_wire(f.extra) for f in frames}
+                openings = self._openings(index)
                 leaf = in_place_of(part.index, list(openings))
                 return leaf, openings[leaf]
         return None
+
+    def _openings(self, index: int) -> dict[bytes, Opening]:
+        """The leaves that were signed together with that of a part, and the opening of each."""
+        leaves = [self._leaves[part.index] for part, _ in self._batches[index]]
+        return dict(zip(leaves, self.key.commit(CONTRIBUTION, self.exchange, leaves), strict=True))
 
     def _encode(self, part: Part, contribution: Contribution, values: Values) -> bytes:
         live_N, base_N = values(part)
