@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.dht_records import Records
@@ -14,8 +15,10 @@ from spes_swarm.network.link.wire import FaultSink
 from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence
 from spes_swarm.protocol.members.records import (
+    MAX_DUTY_NOTES,
     MAX_PROVEN,
     MAX_ROUNDS,
+    DutyNote,
     Lease,
     Progress,
     RecentFaults,
@@ -164,6 +167,7 @@ class Announcer:
             dead=list(routing.dead) if routing.num_dead is not None else None,
             admission=self.run_state.settings.admission,
             proven=list(self.run_state.tracks.conduct.proven)[-MAX_PROVEN:],
+            without_duty=self._duty_notes(),
             in_round=self.in_round,
             expert_loads=routing.loads,
             faults=self.faults.notes(),
@@ -178,6 +182,14 @@ class Announcer:
                 )
             ),
         )
+
+    def _duty_notes(self) -> list[DutyNote]:
+        run = self.run_state
+        reference, doubts = run.reference, run.tracks.conduct.doubts
+        return [
+            DutyNote(peer=peer_id, since=since, kinds=list(doubts(peer_id, reference.round))[:4])
+            for peer_id, since in islice(run.roster.standing.without_duty.items(), MAX_DUTY_NOTES)
+        ]
 
     async def _volunteer(self) -> None:
         if self.volunteering is not None:

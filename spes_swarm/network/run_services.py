@@ -78,11 +78,7 @@ class RunServices(RunCommands):
         rpc.admission = settings.admission
         self._dht = RunDht(daemon, rpc, settings.manifest, self._on_fault, settings.tokenizer, settings.acts)
         door = self._door = self._dht.door
-        door.present = lambda: [view.peer_id for view in state.roster.present()]
-        door.voices = lambda: list(filter(state.roster.standing.is_member, door.present()))
-        state.roster.admits = door.admits
-        rpc.on_contact = lambda peer: state.roster.standing.note_answer(peer) if door.admits(peer) else None
-        rpc.is_member = state.is_member
+        self._admit_members_only(rpc)
         self._faults = RecentFaults(self._dht.now)
         self._ahead = 0  # the round that other peers gather for, if it is beyond this peer's next one
         self._company = Company(state.roster, run.round.progress_ttl_s, self._refresh_quietly)
@@ -121,7 +117,7 @@ class RunServices(RunCommands):
             without_duty=lambda: state.roster.standing.without_duty,
         )
         self._announcer = Announcer(state, self._faults, self._dht.now, lambda: self.reachable, self._on_fault)
-        self._audits.proofs.on_new = self._announcer.announce_soon
+        self._audits.proofs.on_new, self._audits.proofs.inviter = self._announcer.announce_soon, door.members.inviter
         self._catching_up = CatchingUp(state, self._transfer, self.refresh)
         self._token_count = TokenCount(
             rpc, state, self._announcer, lambda: self.reachable, lambda: self._rendezvous.gathering
@@ -129,6 +125,15 @@ class RunServices(RunCommands):
         services = self._exchange, self._audits, self._transfer, self._moments, self._announcer
         self._rounds = SyncRounds(state, self._rendezvous, *services, listener)
         self._records: Records | None = None
+
+    def _admit_members_only(self, rpc: Rpc) -> None:
+        state, door = self._state, self._door
+        door.present = lambda: [view.peer_id for view in state.roster.present()]
+        door.voices = lambda: list(filter(state.roster.standing.is_member, door.present()))
+        state.roster.admits = door.admits
+        state.tracks.conduct.proven = door.members.exclusions
+        rpc.on_contact = lambda peer: state.roster.standing.note_answer(peer) if door.admits(peer) else None
+        rpc.is_member = state.is_member
 
     async def start(self) -> None:
         """Synchronises the clock with the swarm, joins the DHT and registers the services."""
@@ -471,7 +476,7 @@ class RunServices(RunCommands):
             self._state.swarm_tokens.missed_commits()
             self._ahead = 0
             self._rendezvous.reset()
-            self._state.roster.standing.without_duty = frozenset()  # as of a group that others have left behind
+            self._state.roster.standing.without_duty = {}  # as of a group that others have left behind
             return caught_up
         return await self._rounds.hold(self._target_round(), tokens, routed, leaving, loss_rose)
 

@@ -55,7 +55,7 @@ class Auditor:
 
     @property
     def proven(self) -> list[str]:
-        return self.audits.proofs.culprits
+        return list(self.state.tracks.conduct.proven)
 
     async def done(self) -> None:
         assert self.audits._task is not None
@@ -408,7 +408,11 @@ async def two_peers(folders: list[Path | None]) -> AsyncIterator[list[tuple[Proo
             tracks = TrackRecords()
             config = SimpleNamespace(round=SimpleNamespace(stall_timeout_s=STALL_S))
             settings = SimpleNamespace(proofs=folder)
-            run_state: Any = SimpleNamespace(run_id=RUN_ID, run=config, settings=settings, tracks=tracks)
+            identity = SimpleNamespace(peer_id=host.peer_id)
+            roster = SimpleNamespace(standing=SimpleNamespace(has_answered=lambda peer_id: True))
+            run_state: Any = SimpleNamespace(
+                run_id=RUN_ID, run=config, settings=settings, tracks=tracks, identity=identity, roster=roster
+            )
             faults: list[ProtocolError] = []
             proofs = Proofs(host.daemon.p2p, run_state, partial(noted, faults), MEMBERS)
             await proofs.start()
@@ -442,12 +446,12 @@ def test_a_proof_is_passed_on_verified_and_kept(a_proof: bytes, tmp_path: Path) 
             assert await first.add(a_proof)
             assert not await first.add(a_proof)
             assert await compared(second, first_id, [proof.culprit])
-            assert second.culprits == [proof.culprit]
+            assert list(second._run.tracks.conduct.proven) == [proof.culprit]
             assert [error.kind for error in faults] == ["proven"]
             assert told == [1]
             assert not await compared(second, first_id, [proof.culprit])
         async with two_peers([None, tmp_path]) as (_, (again, faults, _)):
-            assert again.culprits == [proof.culprit]
+            assert list(again._run.tracks.conduct.proven) == [proof.culprit]
             assert again._run.tracks.conduct.doubts(proof.culprit, 100) == ("proven",)
             assert not faults
 
@@ -459,7 +463,7 @@ def test_who_lists_culprits_without_a_proof_is_not_asked_again_soon() -> None:
         async with two_peers([None, None]) as ((_, _, first_id), (second, faults, _)):
             assert await compared(second, first_id, ["somebody"])
             assert not await compared(second, first_id, ["somebody else"])
-            assert not second.culprits
+            assert not second._run.tracks.conduct.proven
             assert not faults
 
     run(test)
@@ -477,7 +481,7 @@ def test_what_proves_nothing_is_not_kept(a_proof: bytes, spoil: Callable[[bytes]
         async with two_peers([None, None]) as ((first, _, first_id), (second, _, _)):
             first._known[culprit] = spoil(a_proof)
             assert await compared(second, first_id, [culprit])
-            assert not second.culprits
+            assert not second._run.tracks.conduct.proven
 
     run(test)
 
@@ -490,11 +494,12 @@ def test_others_proofs_count_if_they_are_about_members_and_own_ones_always(a_pro
         async with two_peers([None, None]) as ((first, _, first_id), (second, _, _)):
             await first.add(a_proof)
             second._guests = replace(MEMBERS, is_member=lambda peer_id: peer_id != culprit)
+            second._run.roster.standing.has_answered = lambda peer_id: False  # type: ignore[method-assign]
             assert not await compared(second, first_id, [culprit])
             assert not await second.add(a_proof, is_own=False)
-            assert not second.culprits
+            assert not second._run.tracks.conduct.proven
             assert await second.add(a_proof)
-            assert second.culprits == [culprit]
+            assert list(second._run.tracks.conduct.proven) == [culprit]
 
     run(test)
 

@@ -1,8 +1,10 @@
 """The proofs against members that have lied (protocol/averaging/proof.py): kept, passed on, and acted upon.
 
 A peer lists in its record whom it has proofs against. Whoever reads a name there that it has no proof for fetches the
-proof and verifies it itself. One for each culprit is enough. Anybody can make proofs against identities of his own, so
-those of others count only if they are about a peer that has taken part in rounds of this one.
+proof and verifies it itself: a newcomer before its first round. One for each culprit is enough. Anybody can make proofs
+against identities of his own, so those of others count only if they are about a peer that has been in contact with this
+one, and few if it has taken part in no round. The culprit is excluded: nobody who has the proof calls it, answers it,
+or includes it in a group, unless the founder pardons it (protocol/admission/exclusion.py).
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from pathlib import Path
 
 from hivemind.p2p import P2P
 
+from spes_swarm.base.address import host_of
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.base.rate_limit import Budgets
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
 from spes_swarm.network.run_state import RunState
 from spes_swarm.protocol.averaging.proof import MAX_PROOF_BYTES, Proof, open_proof
@@ -27,6 +31,10 @@ _LOGGER = logging.getLogger(__name__)
 _MAX_HELLO_BYTES = 1024
 _FRAME_BYTES = 1 << 20
 _PAUSE_S = 600.0  # before a peer is asked again that listed culprits and had no proof
+# Against peers that have taken part in no round: how many are kept that others have made, and how long each may be.
+_MAX_ABOUT_STRANGERS, _MAX_BYTES_ABOUT_STRANGERS = 16, 16 << 20
+# What a member gets of proofs in an hour, and what all peers at an address that are none.
+_BYTES_PER_MEMBER, _BYTES_PER_HOST, _REFILL_S = 4 * MAX_PROOF_BYTES, 64 << 20, 3600.0
 
 
 class Proofs:
@@ -38,18 +46,16 @@ class Proofs:
         self._on_fault = on_fault
         self._guests = guests
         self.on_new: Callable[[], None] = lambda: None
+        self.inviter: Callable[[str], str] = lambda peer_id: ""  # who has invited a peer, in words
         self._name = f"{run.run_id}/proofs"
         self._stall_s = run.run.round.stall_timeout_s
         self._folder = None if run.settings.proofs is None else ProofFolder(run.settings.proofs)
         self._known: dict[str, Path | bytes] = {}  # by culprit
+        self._num_about_strangers = 0
+        self._of_members, self._of_hosts = (Budgets(most, _REFILL_S) for most in (_BYTES_PER_MEMBER, _BYTES_PER_HOST))
         self._not_before: dict[str, float] = {}  # monotonic time, by peer
         self._fetching: asyncio.Task[None] | None = None
         self._adding: set[asyncio.Task[None]] = set()
-
-    @property
-    def culprits(self) -> list[str]:
-        """Peer ids, in the order in which their proofs came."""
-        return list(self._known)
 
     async def start(self) -> None:
         """Registers the handler, and reads the proofs of earlier sessions."""
@@ -76,10 +82,11 @@ class Proofs:
             _LOGGER.exception("a proof is invalid")
 
     async def add(self, data: bytes, *, is_own: bool = True) -> bool:
-        """Verifies and keeps a proof, and doubts its culprit from now on.
+        """Verifies and keeps a proof, and excludes its culprit from now on.
 
         Returns:
-            False if there is one against the culprit already, or it is another peer's and about a stranger.
+            False if the culprit is excluded already, or has been pardoned; or if it has never been in contact with this
+            peer, and the proof is another peer's.
 
         Raises:
             ProtocolError: it proves nothing, or is about another run.
@@ -87,8 +94,14 @@ class Proofs:
         proof = await asyncio.to_thread(open_proof, data)
         if proof.run_id != self._run.run_id:
             raise ProtocolError("proof", f"a proof about the run {proof.run_id}")
-        if proof.culprit in self._known or not (is_own or self._guests.is_member(proof.culprit)):
+        exclusions, culprit = self._run.tracks.conduct.proven, proof.culprit
+        if culprit in exclusions or not exclusions.excludes(culprit, proof.round):
             return False
+        if not is_own and not self._guests.is_member(culprit):
+            is_full = self._num_about_strangers >= _MAX_ABOUT_STRANGERS or len(data) > _MAX_BYTES_ABOUT_STRANGERS
+            if is_full or not self._run.roster.standing.has_answered(culprit):
+                return False
+            self._num_about_strangers += 1
         kept: Path | bytes = data
         self._keep(proof, kept)
         if self._folder is not None:
@@ -97,26 +110,35 @@ class Proofs:
             except OSError as exc:
                 _LOGGER.warning("a proof cannot be written: %s", exc)
         self._keep(proof, kept)
-        where = f"the proof is in {kept}" if isinstance(kept, Path) else "the proof could not be written"
-        what = f"it lied in round {proof.round}, part {proof.part}: {proof.what}; {where}"
-        self._on_fault(proof.culprit, ProtocolError("proven", what))
+        words = [
+            f"it lied in round {proof.round}, part {proof.part}: {proof.what}",
+            "it is excluded",
+            *filter(None, [self.inviter(culprit)]),
+            f"the proof is in {kept}" if isinstance(kept, Path) else "the proof could not be written",
+        ]
+        self._on_fault(culprit, ProtocolError("proven", "; ".join(words)))
         self.on_new()
         return True
 
     def _keep(self, proof: Proof, kept: Path | bytes) -> None:
         self._known[proof.culprit] = kept
-        self._run.tracks.conduct.note_proof(proof.culprit)
+        self._run.tracks.conduct.proven.note_lie(proof.culprit, proof.round)
 
     # Passing on.
 
     def compare(self, peer_id: str, culprits: Collection[str]) -> None:
-        """Fetches a proof from a peer that lists culprits unknown here; one at a time, and only about members."""
-        new = [culprit for culprit in culprits if culprit not in self._known and self._guests.is_member(culprit)]
-        busy = self._fetching is not None and not self._fetching.done()
-        if busy or not new or not self._guests.is_member(peer_id):
+        """Fetches a proof from a peer that lists culprits unknown here; one at a time."""
+        exclusions, me = self._run.tracks.conduct.proven, self._run.identity.peer_id
+        has_met = self._run.roster.standing.has_answered
+        new = [culprit for culprit in culprits if culprit not in exclusions and culprit != me and has_met(culprit)]
+        if self._is_fetching or not new or not self._guests.is_member(peer_id):
             return
         if time.monotonic() >= self._not_before.get(peer_id, 0.0):
             self._fetching = asyncio.create_task(self._fetch(peer_id, new[0]))
+
+    @property
+    def _is_fetching(self) -> bool:
+        return self._fetching is not None and not self._fetching.done()
 
     async def _fetch(self, peer_id: str, culprit: str) -> None:
         with suppress(*STREAM_ERRORS, ProtocolError):
@@ -136,12 +158,22 @@ class Proofs:
         if not isinstance(culprit, str):
             raise ProtocolError("malformed", "a proof is asked for by its culprit")
         kept = self._known.get(culprit)
-        if kept is not None and self._guests.is_member(channel.peer_id):
+        if kept is not None:
             with suppress(OSError):  # the file is gone
                 data = kept if isinstance(kept, bytes) else await asyncio.to_thread(kept.read_bytes)
+                self._spend(channel, len(data))
                 for begin in range(0, len(data), _FRAME_BYTES):
                     await channel.send(Frame(FrameKind.DATA, payload=data[begin : begin + _FRAME_BYTES]))
         await channel.send(Frame(FrameKind.END))
+
+    def _spend(self, channel: Channel, num_bytes: int) -> None:
+        """Books a proof that is about to be sent; raises ProtocolError (`budget`) if its receiver has had too many."""
+        is_member = self._guests.is_member(channel.peer_id)
+        budget = self._of_members if is_member else self._of_hosts
+        taker = channel.peer_id if is_member else host_of(channel.address)
+        if not budget.allows(taker, num_bytes):
+            raise ProtocolError("budget", "this peer has sent its proofs there too often; ask another, or wait")
+        budget.spend(taker, num_bytes)
 
     def stop(self) -> None:
         """Ends what is under way, as this peer leaves."""

@@ -211,12 +211,13 @@ class SyncRounds:
         before = standing.without_duty
         ids, vouched = [m.peer_id for m in group.members], [m.statement.vouched for m in group.members]
         absent = [view.peer_id for view in self.run_state.roster.present() if view.peer_id not in ids]
-        standing.without_duty = frozenset(without_duty(ids, vouched, absent))
-        for peer_id in standing.without_duty - before:
+        now = without_duty(ids, vouched, absent)
+        standing.without_duty = {peer_id: before.get(peer_id, plan.round) for peer_id in sorted(now)}
+        for peer_id in now - before.keys():
             own = ", ".join(tracks.conduct.doubts(peer_id, plan.round)) or "nothing"
             what = f"most members doubt it: it reduces nothing and leads no round (faults seen here: {own})"
             self.exchange.on_fault(peer_id, ProtocolError("duty", what))
-        for peer_id in before - standing.without_duty:
+        for peer_id in before.keys() - now:
             _LOGGER.info("%s has its duties again", peer_id)
 
     def _reassign(self, group: Group, plan: Plan, leaving: bool) -> ExpertChange:

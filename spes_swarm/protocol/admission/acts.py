@@ -1,8 +1,9 @@
-"""What everybody in a private run has to know beside the members' admissions: signed acts.
+"""What everybody in a run has to know beside the members' admissions: signed acts. In an open run, only pardons count.
 
     allow    the founder, or somebody who may invite, admits a peer by its id
     revoke   whoever made an invitation, or made one before it, takes it back: for one peer, or for all that it admitted
     use      an invitation for a limited number of peers has been used by one
+    pardon   the founder forgives a peer, which has been excluded by proof, its lies up to a round
 
 Acts are never undone, so peers that exchange theirs, in whatever order, end with the same ones.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 from blake3 import blake3
 from pydantic import Field, ValidationError, model_validator
@@ -35,6 +36,10 @@ from spes_swarm.protocol.members.signed import SignedModel
 
 MAX_ACT_BYTES = 2 * MAX_ADMISSION_BYTES
 _REVOKE: Final = b"revoke"
+_PARDON: Final = b"pardon"
+
+
+_Model = TypeVar("_Model", bound=SignedModel)
 
 
 class Target(SignedModel):
@@ -81,7 +86,15 @@ class Use:
     admission: bytes
 
 
-Act = Allow | Revoke | Use
+class Pardon(SignedModel):
+    """The founder forgives a peer its lies; see exclusion.py."""
+
+    peer: Annotated[str, Field(min_length=1, max_length=MAX_PEER_ID_CHARS)]
+    round: Annotated[int, Field(ge=0, lt=1 << 62)]  # the last one that is forgiven
+    at: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # Unix seconds; for people
+
+
+Act = Allow | Revoke | Use | Pardon
 
 
 def _pack(*content: object) -> bytes:
@@ -103,6 +116,12 @@ def revoke(signer: Identity | bytes, chain: Chain | None, run_id: str, target: T
     payload = pack(target.model_dump(exclude_defaults=True))
     grant_id, wire = (ROOT, ()) if chain is None else (chain.ids[-1], chain.wire)
     return _pack("revoke", payload, wire, sign(signer, signed_bytes(_REVOKE, run_id, grant_id, payload)))
+
+
+def pardon(founder: Identity, run_id: str, content: Pardon) -> bytes:
+    """A pardon by the founder."""
+    payload = pack(content.model_dump())
+    return _pack("pardon", payload, founder.sign(signed_bytes(_PARDON, run_id, ROOT, payload)))
 
 
 def has_revoked_grant(chain: Chain, revoked: Mapping[bytes, Collection[bytes]]) -> bool:
@@ -146,7 +165,17 @@ def open_act(data: bytes, run_id: str, founder_key: bytes) -> Act:
             return Use(peer_id, chain, admission)
         case ["revoke", bytes(payload), list(wire), bytes(signature)]:
             return _open_revocation(payload, wire, signature, run_id, founder_key)
-    raise ProtocolError("malformed", "not an act of a private run")
+        case ["pardon", bytes(payload), bytes(signature)]:
+            check_signature(founder_key, signed_bytes(_PARDON, run_id, ROOT, payload), signature)
+            return _validated(Pardon, payload)
+    raise ProtocolError("malformed", "not an act of a run")
+
+
+def _validated(schema: type[_Model], payload: bytes) -> _Model:
+    try:
+        return schema.model_validate(unpack(payload, MAX_ACT_BYTES))
+    except ValidationError as exc:
+        raise ProtocolError("schema", f"{schema.__name__.lower()}: {first_complaint(exc)}") from exc
 
 
 def _open_revocation(payload: bytes, wire: list[Any], signature: bytes, run_id: str, founder_key: bytes) -> Revoke:
@@ -157,7 +186,4 @@ def _open_revocation(payload: bytes, wire: list[Any], signature: bytes, run_id: 
             raise ProtocolError("admission", "a revocation by somebody who may not invite")
         key, signer = chain.grants[-1].key, chain.ids[-1]
     check_signature(key, signed_bytes(_REVOKE, run_id, signer, payload), signature)
-    try:
-        return Revoke(Target.model_validate(unpack(payload, MAX_ACT_BYTES)), signer, chain)
-    except ValidationError as exc:
-        raise ProtocolError("schema", f"revocation: {first_complaint(exc)}") from exc
+    return Revoke(_validated(Target, payload), signer, chain)

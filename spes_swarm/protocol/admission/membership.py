@@ -12,7 +12,18 @@ from functools import lru_cache
 from blake3 import blake3
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.protocol.admission.acts import Act, Allow, Revoke, Use, act_id, has_revoked_grant, open_act, use
+from spes_swarm.protocol.admission.acts import (
+    Act,
+    Allow,
+    Pardon,
+    Revoke,
+    Use,
+    act_id,
+    has_revoked_grant,
+    open_act,
+    use,
+)
+from spes_swarm.protocol.admission.exclusion import Exclusions
 from spes_swarm.protocol.admission.grants import ROOT, Chain, Terms, open_admission
 
 MAX_ACTS = 4096  # of the founder; as many of all others together
@@ -49,15 +60,16 @@ class Membership:
         self._revoked_grants: dict[bytes, set[bytes]] = {}
         self._users: dict[bytes, dict[str, bool]] = {}  # grant with a limit -> its users, and whether each has settled
         self._digest: bytes | None = b""  # None: to be computed
+        self.exclusions = Exclusions()
 
     # Decisions.
 
     def admits(self, peer_id: str, now: float) -> bool:
         """Returns True if a peer may take part."""
-        return self.terms(peer_id, now) is not None
+        return peer_id not in self.exclusions and self.terms(peer_id, now) is not None
 
     def terms(self, peer_id: str, now: float, *, shown: bytes | None = None) -> Terms | None:
-        """What a peer may do; None if it may not take part.
+        """What a peer may do; None if it has not been admitted. An excluded one is out on whatever terms.
 
         `shown`: the admission in a statement, empty without one. It alone counts, beside an allowance, so that all who
         see the statement come to the same terms. None: any that this peer knows of counts.
@@ -74,6 +86,8 @@ class Membership:
 
     def why_not(self, peer_id: str, now: float) -> str:
         """Why a peer that is not admitted is refused, in a few words for its user."""
+        if (lied := self.exclusions.round_of(peer_id)) is not None:
+            return f"{peer_id} is excluded, since there is a proof that it lied in round {lied}"
         chains = self._chains_of(peer_id)
         if any(self._is_revoked(chain, peer_id) for chain in chains):
             return "the invitation has been revoked"
@@ -107,6 +121,14 @@ class Membership:
         fresh = {*users, also}.difference(settled, {""})
         return [*settled, *sorted(fresh, key=lambda peer: _place(grant_id, peer))][:uses]
 
+    def inviter(self, peer_id: str) -> str:
+        """Who has invited a peer, in words; empty if this peer knows of no invitation."""
+        for chain in self._chains_of(peer_id):
+            name, before = chain.grants[-1].name, [grant.name for grant in chain.grants[:-1]]
+            by = f"the holder of the invitation {before[-1] or chain.ids[-2].hex()[:8]!r}" if before else "the founder"
+            return f"invited{f' as {name!r}' if name else ''} by {by}"
+        return ""
+
     # Knowledge.
 
     def learn(self, peer_id: str, admission: bytes, now: float) -> bytes | None:
@@ -139,7 +161,7 @@ class Membership:
 
     def settle(self, peers: Iterable[str] | None = None) -> None:
         """Notes that nobody takes the place of these peers, or of all that have one, in an invitation any more."""
-        limits = {limit for _, act in self._acts.values() if not isinstance(act, Revoke) for limit in act.chain.limits}
+        limits = {limit for _, act in self._acts.values() if isinstance(act, Allow | Use) for limit in act.chain.limits}
         settled = None if peers is None else set(peers)
         for grant_id, uses in limits:
             for peer in self._first_users(grant_id, uses):
@@ -167,9 +189,11 @@ class Membership:
             ProtocolError: as `open_act`.
         """
         identifier = act_id(data)
-        if self.policy == "open" or identifier in self._acts:
+        if identifier in self._acts:
             return False
         act = open_act(data, self._run_id, self._founder_key)
+        if self.policy == "open" and not isinstance(act, Pardon):
+            return False
         sources = _sources(act)
         if self._is_full(sources) or not self._apply(act):
             return False
@@ -188,6 +212,8 @@ class Membership:
 
     def _apply(self, act: Act) -> bool:
         match act:
+            case Pardon():
+                self.exclusions.pardon(act.peer, act.round)
             case Revoke(target, signer) if target.peer:
                 self._revoked_peers.setdefault(target.peer, set()).add(signer)
             case Revoke(target, signer):
@@ -203,7 +229,7 @@ class Membership:
 
     def _is_void(self, act: Act) -> bool:
         """Returns True if an act will never have an effect. The use of a peer that is revoked counts as a use."""
-        if isinstance(act, Revoke):
+        if not isinstance(act, Allow | Use):
             return False
         return self._has_revoked_grant(act.chain) or self._is_used_up(act.chain, act.peer_id)
 
@@ -211,6 +237,8 @@ class Membership:
         """Returns the grants of which a new act may have made other acts void."""
         if isinstance(act, Revoke):
             return {act.target.grant} - {b""}
+        if isinstance(act, Pardon):
+            return set()
         return {grant_id for grant_id, uses in act.chain.limits if len(self._users[grant_id]) > uses}
 
     def _drop_void_acts(self, grants: set[bytes]) -> None:
@@ -218,7 +246,7 @@ class Membership:
         void = {
             identifier: act
             for identifier, (_, act) in (self._acts.items() if grants else ())
-            if not isinstance(act, Revoke) and not grants.isdisjoint(act.chain.ids) and self._is_void(act)
+            if isinstance(act, Allow | Use) and not grants.isdisjoint(act.chain.ids) and self._is_void(act)
         }
         for identifier, act in void.items():
             del self._acts[identifier]
@@ -232,6 +260,8 @@ class Membership:
 def _sources(act: Act) -> tuple[bytes, ...]:
     """Ids of the grants that an act follows from; ROOT alone for one of the founder."""
     match act:
+        case Pardon():
+            return (ROOT,)
         case Revoke(_, _, chain):
             return (ROOT,) if chain is None else chain.ids
         case Allow(chain):

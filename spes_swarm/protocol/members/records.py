@@ -31,7 +31,7 @@ MAX_FAULTS = 4
 MAX_SOURCES = 16  # of a mixture
 MAX_METRICS = 64
 MAX_ROUNDS = 16  # in a report of rounds
-MAX_PROVEN = 8
+MAX_PROVEN, MAX_DUTY_NOTES = 8, 4
 _MAX_FIGURES = 300  # of all rounds together; each takes 9 bytes of the 6144 that a record may have
 _RECENT_S = 60.0
 
@@ -84,6 +84,14 @@ class FaultNote(SignedModel):
     kind: Annotated[str, Field(pattern=FAULT_KIND)]
 
 
+class DutyNote(SignedModel):
+    """A peer that has no duty, since most members of the writer's last group doubt it; see rounds/vouchers.py."""
+
+    peer: _PeerId
+    since: _Count  # round
+    kinds: Annotated[list[Annotated[str, Field(pattern=FAULT_KIND)]], Field(max_length=4)]  # the faults seen here
+
+
 class Progress(Record):
     """A peer's state and progress. What it measures, and no decision rests on, is telemetry; see round_metrics.py."""
 
@@ -107,6 +115,7 @@ class Progress(Record):
     # The peers that it has proofs against, or the newest of them; see network/round/proofs.py.
     proven: Annotated[list[_PeerId], Field(max_length=MAX_PROVEN)] = Field(default_factory=list)
     # For monitoring, like the telemetry.
+    without_duty: Annotated[list[DutyNote], Field(max_length=MAX_DUTY_NOTES)] = Field(default_factory=list)
     in_round: bool = False  # currently in a round
     expert_loads: Annotated[bytes, Field(max_length=MAX_LOADS)] = b""  # see routing_report.py; empty: unknown
     faults: Annotated[list[FaultNote], Field(max_length=MAX_FAULTS)] = Field(default_factory=list)

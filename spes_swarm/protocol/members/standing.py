@@ -63,7 +63,7 @@ class Standing:
     """
 
     def __init__(self, initial_peers: Collection[str] = ()) -> None:
-        self.without_duty: frozenset[str] = frozenset()  # by the last group; see rounds/vouchers.py
+        self.without_duty: dict[str, int] = {}  # by the last group, since which round; see rounds/vouchers.py
         self._initial_peers = frozenset(initial_peers)
         self._follows = False
         self._members: OrderedDict[str, _Member] = OrderedDict()

@@ -9,8 +9,8 @@ most: its own results are late then, and one whose results are late in three of 
 A member with a slow line is late in this sense through no fault of its own: its work is in the rounds as far as it
 arrives, and nothing else follows. Doubts are another matter. A member is doubted for what no slow line explains: work
 or results that never came, results or contributions outside their bounds, rounds that it led and did not close, and
-work that it did not show to auditors. If a lie of it is proven, it is doubted for good. Doubts are one peer's opinion,
-and have an effect only where most agree; see vouchers.py.
+work that it did not show to auditors. One that is excluded, since a lie of it is proven, is doubted all the time.
+Doubts are one peer's opinion, and have an effect only where most agree; see vouchers.py.
 
 If a commit is taken back (see taking_back.py), nothing shows which of its reducers did harm, if any. Half of them rest:
 those that reduced in the largest number of such commits since a commit of theirs last stood, and of equals a draw by
@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from statistics import median, median_low
 
 from blake3 import blake3
+
+from spes_swarm.protocol.admission.exclusion import Exclusions
 
 _REMEMBERED = 8  # exchanges, or rounds
 # Of these: how often a member may be late, a reducer may wait for somebody, its results may be late, a peer may fail.
@@ -85,7 +87,7 @@ class Conduct:
         self._others: frozenset[str] = frozenset()  # the other members of the exchange under way
         self._faults: dict[str, str] = {}  # their faults in it
         self._reducers: frozenset[str] = frozenset()  # of the last commit
-        self.proven: dict[str, None] = {}  # peers against which there is a proof, in the order in which it came
+        self.proven = Exclusions()
         self._waits: deque[bool] = deque(maxlen=_REMEMBERED)  # whether this peer waited for a late member
         # By the order of magnitude of what a member sends: without experts, a round is short.
         self._paces: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_PACES))
@@ -113,10 +115,6 @@ class Conduct:
         failed = self._of(peer_id).failed
         if (round_number, "audit") not in failed:
             failed.append((round_number, "audit"))
-
-    def note_proof(self, peer_id: str) -> None:
-        """Notes that there is a proof against a peer, which is doubted from now on."""
-        self.proven[peer_id] = None
 
     def note_commit(self, reducers: Iterable[str]) -> None:
         """Notes a commit with its reducers; the one before it was not taken back."""
