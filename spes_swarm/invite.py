@@ -24,18 +24,17 @@ from pydantic import ValidationError
 from spes_swarm.base.address import best_first
 from spes_swarm.base.arguments import end_program, exit_code
 from spes_swarm.base.decoding import first_complaint
-from spes_swarm.base.errors import ConfigError, InvitationError, UserError, os_errors_as
+from spes_swarm.base.errors import ConfigError, InvitationError
 from spes_swarm.base.strict import read_section
 from spes_swarm.base.wording import plural, two_columns
 from spes_swarm.config.command_line import command_parser
 from spes_swarm.config.data import DataConfig
 from spes_swarm.config.join_command import join_command
 from spes_swarm.config.manifest import RawManifest
-from spes_swarm.protocol.admission.acts import Allow, Revoke, Target, Use, allow, revoke
+from spes_swarm.protocol.admission.acts import Allow, Pardon, Revoke, Target, Use, allow, revoke
 from spes_swarm.protocol.admission.grants import Chain, Grant, extend, read_invitation
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.storage.acts_file import ActsFile
-from spes_swarm.storage.invitations import ANY_KEY, InvitationBook, is_revoked, opened, read_acts
+from spes_swarm.storage.invitations import ANY_KEY, InvitationBook, is_revoked, opened, publish_act, read_acts
 from spes_swarm.storage.run_directory import RunDirectory
 
 _ID_CHARS = 8  # of a grant's id, in what is printed
@@ -141,11 +140,7 @@ class _Office:
         raise InvitationError("only the founder, or a peer invited with --delegate, can do this: ask one of them")
 
     def _publish(self, act: bytes) -> str:
-        """Stores an act, which the peer passes on; returns when."""
-        with os_errors_as(UserError, f"{self._directory.acts} cannot be written"):
-            ActsFile(self._directory.acts).append(act)
-        running = self._directory.is_in_use()
-        return "the running peer passes it on now" if running else "it takes effect when this peer runs next"
+        return publish_act(self._directory, act)
 
     # Commands; each yields the lines to print.
 
@@ -205,6 +200,8 @@ class _Office:
             if isinstance(act, Revoke):
                 what = f"peer {act.target.peer}" if act.target.peer else f"invitation {_short(act.target.grant)}"
                 rows.append(("revoked", f"{what} on {_day(act.target.at)}"))
+            elif isinstance(act, Pardon):
+                rows.append(("pardoned", f"peer {act.peer} up to round {act.round} on {_day(act.at)}"))
         yield from two_columns(rows).splitlines()
 
     def revoke(self, whom: str) -> Iterator[str]:

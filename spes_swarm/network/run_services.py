@@ -89,7 +89,9 @@ class RunServices(RunCommands):
         self._greetings = Greetings(rpc, state.roster, self._known_peers, self._own_maddrs, daemon.connections)
         guests = Guests(admits=door.admits, is_member=state.is_member)
         limits, stall_s = ExchangeLimits.of(run.round), run.round.stall_timeout_s
-        self._exchange = Exchange(p2p, rpc, state.run_id, limits, self._on_fault, guests)
+        # Whoever is excluded during an exchange ends it: the others would miss the parts that it reduces.
+        exchanging = Guests(lambda peer: door.admits(peer) or peer in state.group, state.is_member)
+        self._exchange = Exchange(p2p, rpc, state.run_id, limits, self._on_fault, exchanging)
         self._exchange.slack_s = lambda: state.roster.standing.grace_s
         self._exchange.on_late = lambda: listener.report("the exchange has exceeded its first deadline")
         self._audits = Audits(p2p, state, self._on_fault, guests, lambda: self._exchange.current)
@@ -304,8 +306,7 @@ class RunServices(RunCommands):
         if me in progress and self._announcer.twins.read(progress[me].expires, now):
             self._tasks.append(asyncio.create_task(self._report_twin(me)))
         self._state.leases.update(self._heard_of(leases))
-        for peer_id, record in progress.items():
-            self._audits.proofs.compare(peer_id, record.proven)
+        self._audits.proofs.compare(progress)
         self._company.note_read()
         self._announcer.learn_swarm_tokens()
         if self._announcer.volunteering is not None:
@@ -326,6 +327,7 @@ class RunServices(RunCommands):
         """See RunCommands."""
         await self.refresh()
         await self._greetings.first_answers()  # or a peer that leaves now could take itself for the only one
+        await self._audits.proofs.caught_up({view.peer_id: view.progress for view in self._state.roster.present()})
         return self._view()
 
     def _view(self) -> SwarmView:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from spes_swarm.base.errors import InvitationError, ProtocolError, os_errors_as
+from spes_swarm.base.errors import InvitationError, ProtocolError, UserError, os_errors_as
 from spes_swarm.base.user_paths import user_path
 from spes_swarm.config.manifest import Manifest, RawManifest
 from spes_swarm.config.peer import PeerConfig
@@ -102,6 +102,17 @@ def add_acts(path: Path, acts: Iterable[bytes], manifest: Manifest | RawManifest
     for data in _verified(acts, manifest):
         if data not in known:
             file.append(data)
+
+
+def publish_act(directory: RunDirectory, act: bytes) -> str:
+    """Stores an act in a peer's directory, which the peer passes on; returns when, in words.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    with os_errors_as(UserError, f"{directory.acts} cannot be written"):
+        ActsFile(directory.acts).append(act)
+    return "the running peer passes it on now" if directory.is_in_use() else "it takes effect when this peer runs next"
 
 
 def _verified(acts: Iterable[bytes], manifest: Manifest | RawManifest) -> dict[bytes, Act]:

@@ -18,6 +18,7 @@ from spes_swarm.protocol.averaging.commitments import (
     Exchange,
     Opening,
     SigningKey,
+    digest,
     in_place_of,
 )
 from spes_swarm.protocol.averaging.proof import (
@@ -30,6 +31,7 @@ from spes_swarm.protocol.averaging.proof import (
 from spes_swarm.protocol.averaging.recipe import Recipe, Share, mean
 from spes_swarm.protocol.averaging.signed_result import Head, SignedResult, contribution_leaf, head_of
 from spes_swarm.protocol.consensus.codec import get_codec
+from spes_swarm.protocol.members.identity import Identity
 from tests.helpers.rounds import identity
 
 RUN_ID = "test-run-0123456789abcdef"
@@ -187,3 +189,12 @@ def hold_exchange(
         Reduced(exchange, members[0], members, recipe, result, SignedResult(head, opening, roots), contributions)
         for (recipe, result, contributions, roots, head), opening in zip(made, signed, strict=True)
     ]
+
+
+def proof_against(culprit: Identity, run_id: str = RUN_ID, round_number: int = 7) -> bytes:
+    """The proof that a peer has signed two results of one part, in an exchange of its own making."""
+    key, exchange = SigningKey.generate(), Exchange(run_id, round_number, bytes(range(32)))
+    heads = [Head(5, digest(b"recipe"), digest(payload), digest(b"roots")) for payload in (b"one", b"two")]
+    openings = [key.commit(RESULT, exchange, [head.leaf])[0] for head in heads]
+    credentials = Credentials(culprit.public_key_der, key.certificate(culprit, run_id))
+    return two_results(exchange, credentials, *zip(heads, openings, strict=True))

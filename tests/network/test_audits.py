@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,9 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import Channel, open_channel
 from spes_swarm.network.round import audits as audits_module
-from spes_swarm.network.round import proofs as proofs_module
 from spes_swarm.network.round.audits import Audits
 from spes_swarm.network.round.claims import own_contribution
-from spes_swarm.network.round.proofs import Proofs
-from spes_swarm.protocol.averaging.proof import Proof, open_proof
+from spes_swarm.protocol.averaging.proof import open_proof
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Part, Plan, make_plan
@@ -374,154 +371,5 @@ def test_a_member_gets_so_many_contributions_and_no_more() -> None:
                 assert len(await asked(members, hello)) == 2
             (refusal,) = await asked(members, hello)
             assert refusal.error_text().startswith("busy")
-
-    run(test)
-
-
-# Proofs.
-
-
-@pytest.fixture(scope="module")
-def a_proof() -> bytes:
-    states = exchanged()
-    found: list[bytes] = []
-
-    async def test() -> None:
-        async with auditors(states) as members:
-            begin(members)
-            await members[1].audits._run_audits(states[1], list(states[1].wanted))
-            await members[1].audits.proofs.added()
-            (kept,) = members[1].audits.proofs._known.values()
-            assert isinstance(kept, bytes)
-            found.append(kept)
-
-    run(test)
-    return found[0]
-
-
-@asynccontextmanager
-async def two_peers(folders: list[Path | None]) -> AsyncIterator[list[tuple[Proofs, list[ProtocolError], str]]]:
-    async with hosts(2) as found:
-        await found[1].connect(found[0])
-        made = []
-        for host, folder in zip(found, folders, strict=True):
-            tracks = TrackRecords()
-            config = SimpleNamespace(round=SimpleNamespace(stall_timeout_s=STALL_S))
-            settings = SimpleNamespace(proofs=folder)
-            identity = SimpleNamespace(peer_id=host.peer_id)
-            roster = SimpleNamespace(standing=SimpleNamespace(has_answered=lambda peer_id: True))
-            run_state: Any = SimpleNamespace(
-                run_id=RUN_ID, run=config, settings=settings, tracks=tracks, identity=identity, roster=roster
-            )
-            faults: list[ProtocolError] = []
-            proofs = Proofs(host.daemon.p2p, run_state, partial(noted, faults), MEMBERS)
-            await proofs.start()
-            made.append((proofs, faults, host.peer_id))
-        yield made
-
-
-def noted(faults: list[ProtocolError], peer_id: str, error: ProtocolError) -> None:
-    del peer_id
-    faults.append(error)
-
-
-async def compared(proofs: Proofs, peer_id: str, culprits: list[str]) -> bool:
-    """Compares, and waits for what follows; returns whether anything did."""
-    before = proofs._fetching
-    proofs.compare(peer_id, culprits)
-    if proofs._fetching is before:
-        return False
-    assert proofs._fetching is not None
-    await asyncio.wait_for(proofs._fetching, 60)
-    return True
-
-
-def test_a_proof_is_passed_on_verified_and_kept(a_proof: bytes, tmp_path: Path) -> None:
-    proof: Proof = open_proof(a_proof)
-
-    async def test() -> None:
-        async with two_peers([None, tmp_path]) as ((first, _, first_id), (second, faults, _)):
-            told: list[int] = []
-            second.on_new = lambda: told.append(1)
-            assert await first.add(a_proof)
-            assert not await first.add(a_proof)
-            assert await compared(second, first_id, [proof.culprit])
-            assert list(second._run.tracks.conduct.proven) == [proof.culprit]
-            assert [error.kind for error in faults] == ["proven"]
-            assert told == [1]
-            assert not await compared(second, first_id, [proof.culprit])
-        async with two_peers([None, tmp_path]) as (_, (again, faults, _)):
-            assert list(again._run.tracks.conduct.proven) == [proof.culprit]
-            assert again._run.tracks.conduct.doubts(proof.culprit, 100) == ("proven",)
-            assert not faults
-
-    run(test)
-
-
-def test_who_lists_culprits_without_a_proof_is_not_asked_again_soon() -> None:
-    async def test() -> None:
-        async with two_peers([None, None]) as ((_, _, first_id), (second, faults, _)):
-            assert await compared(second, first_id, ["somebody"])
-            assert not await compared(second, first_id, ["somebody else"])
-            assert not second._run.tracks.conduct.proven
-            assert not faults
-
-    run(test)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: b"", lambda data: data * 2],
-    ids=["changed", "empty", "twice as long"],
-)
-def test_what_proves_nothing_is_not_kept(a_proof: bytes, spoil: Callable[[bytes], bytes]) -> None:
-    culprit = open_proof(a_proof).culprit
-
-    async def test() -> None:
-        async with two_peers([None, None]) as ((first, _, first_id), (second, _, _)):
-            first._known[culprit] = spoil(a_proof)
-            assert await compared(second, first_id, [culprit])
-            assert not second._run.tracks.conduct.proven
-
-    run(test)
-
-
-def test_others_proofs_count_if_they_are_about_members_and_own_ones_always(a_proof: bytes) -> None:
-    """Anybody can make proofs against identities of his own."""
-    culprit = open_proof(a_proof).culprit
-
-    async def test() -> None:
-        async with two_peers([None, None]) as ((first, _, first_id), (second, _, _)):
-            await first.add(a_proof)
-            second._guests = replace(MEMBERS, is_member=lambda peer_id: peer_id != culprit)
-            second._run.roster.standing.has_answered = lambda peer_id: False  # type: ignore[method-assign]
-            assert not await compared(second, first_id, [culprit])
-            assert not await second.add(a_proof, is_own=False)
-            assert not second._run.tracks.conduct.proven
-            assert await second.add(a_proof)
-            assert list(second._run.tracks.conduct.proven) == [culprit]
-
-    run(test)
-
-
-def test_long_proofs_come_in_pieces(a_proof: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proofs_module, "_FRAME_BYTES", 100)
-    culprit = open_proof(a_proof).culprit
-
-    async def test() -> None:
-        async with two_peers([None, None]) as ((first, _, first_id), (second, _, _)):
-            await first.add(a_proof)
-            assert await compared(second, first_id, [culprit])
-            assert second._known[culprit] == a_proof
-
-    run(test)
-
-
-def test_a_proof_about_another_run_is_refused(a_proof: bytes) -> None:
-    async def test() -> None:
-        async with two_peers([None, None]) as ((first, _, _), _):
-            first._run.run_id = "other"  # type: ignore[misc]
-            with pytest.raises(ProtocolError, match="about the run"):
-                await first.add(a_proof)
 
     run(test)

@@ -1,9 +1,11 @@
-"""The door of a private run: whom this peer answers, and how it learns and passes on who may take part.
+"""The door of a run: whom this peer answers, and how it learns and passes on who may take part.
 
-libp2p authenticates peer ids, so the id of a caller is all that has to be checked. A peer shows its admission in its
-calls to another one until that has answered, in its records, and in its statements. Every call and answer carries a
-digest of the acts that its sender knows. Where the two differ, each side asks the other for those that it lacks, so a
-revocation reaches all members at once, and one that was away with its first call.
+An open run admits all but the excluded peers, against which there are proofs (see round/proofs.py).
+
+libp2p authenticates peer ids, so the id of a caller is all that has to be checked. In a private run, a peer shows its
+admission in its calls to another one until that has answered, in its records, and in its statements. Every call and
+answer carries a digest of the acts that its sender knows. Where the two differ, each side asks the other for those that
+it lacks, so a revocation or a pardon reaches all members at once, and one that was away with its first call.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def _check_experts(peer_id: str, num_experts: int, terms: Terms) -> None:
 
 
 class Door:
-    """Checks callers, and keeps this peer's knowledge of the members up to date. Of no effect in an open run."""
+    """Checks callers, and keeps this peer's knowledge of the members up to date."""
 
     def __init__(self, rpc: Rpc, manifest: Manifest, now: Callable[[], float], file: ActsFile | None = None) -> None:
         """`now` returns the swarm's time in Unix seconds; `file` is where acts are kept."""
@@ -76,10 +78,9 @@ class Door:
         Until then this peer cannot know whom to admit: allowances are acts. `me` is its id; `others` are connected.
         """
         rpc = self._rpc
-        if self.is_private:
-            self.read_file()
-            self._learn(me, rpc.admission)
-            await rpc.serve("acts", self._serve_acts)
+        self.read_file()
+        self._learn(me, rpc.admission)
+        await rpc.serve("acts", self._serve_acts)
         rpc.open(self)
         if self.is_private:
             await asyncio.gather(*(self._fetch_acts(peer_id, _Asked(0.0)) for peer_id in others))
@@ -94,11 +95,11 @@ class Door:
 
     def admits(self, peer_id: str) -> bool:
         """Returns True if a peer may take part."""
-        return not self.is_private or self.members.admits(peer_id, self._now())
+        return self.members.admits(peer_id, self._now())
 
     def sees(self, peer_id: str) -> bool:
         """Returns True if a peer may read the records of the run."""
-        return self.is_visible or self.admits(peer_id)
+        return self.admits(peer_id) or (self.is_visible and peer_id not in self.members.exclusions)
 
     def terms(self, peer_id: str, *, shown: bytes | None = None, grace_s: float = 0.0) -> Terms:
         """What an admitted peer may do; for `shown` see `Membership.terms`. It may have expired for `grace_s` seconds.
@@ -115,8 +116,10 @@ class Door:
         """Checks that the writer of a record may take part, and that the record keeps to its terms.
 
         Raises:
-            ProtocolError: (`stranger`, `terms`) the record does not count.
+            ProtocolError: (`excluded`, `stranger`, `terms`) the record does not count.
         """
+        if peer_id in self.members.exclusions:
+            raise ProtocolError("excluded", f"{peer_id} has lied")
         if not self.is_private:
             return
         if isinstance(record, Progress):
@@ -129,6 +132,9 @@ class Door:
 
     def vet_statement(self, peer_id: str, statement: Statement) -> float:
         """Checks that a member may take part on its terms; returns the largest share of an average that it may have.
+
+        An excluded one passes: members that do not have the proof yet may close a group with it, which the others must
+        not leave. Whoever has the proof does not include it in a group of its own.
 
         Raises:
             ProtocolError: (`stranger`, `terms`) no group includes it.
@@ -152,8 +158,6 @@ class Door:
 
     async def receive(self, peer_id: str, message: dict[str, Any]) -> str | None:
         """Takes in what a call shows; returns why it is refused, None if it is served."""
-        if not self.is_private:
-            return None
         self._learn(peer_id, message.get("admission"))
         if self.admits(peer_id):
             task = self._compare(peer_id, message.get("acts"))
@@ -161,6 +165,8 @@ class Door:
                 await asyncio.wait({task}, timeout=_WAIT_S)
         if self.admits(peer_id):
             return None
+        if peer_id in self.members.exclusions:
+            return self.members.why_not(peer_id, self._now())
         joins = isinstance(message.get("arguments"), dict) and message["arguments"].get("joins")
         if self.is_visible and message.get("method") in VISIBLE and not joins:
             return None
@@ -171,15 +177,14 @@ class Door:
     def receive_answer(self, peer_id: str, answer: dict[str, Any]) -> None:
         """Takes in what an answer shows."""
         admission, digest = answer.pop("admission", None), answer.pop("acts_digest", None)
-        if self.is_private:
-            self._learn(peer_id, admission)
-            if self.admits(peer_id):
-                self._compare(peer_id, digest)
+        self._learn(peer_id, admission)
+        if self.admits(peer_id):
+            self._compare(peer_id, digest)
         self._refused_by.pop(peer_id, None)
 
     def note_refusal(self, peer_id: str, reason: str) -> None:
         """See rpc.Doorkeeper."""
-        if self.is_private and self.admits(peer_id):
+        if self.admits(peer_id):
             self._refused_by[peer_id] = reason
 
     def check_self(self, me: str) -> None:
@@ -192,14 +197,15 @@ class Door:
             raise InvitationError(f"this peer may no longer take part: {self.members.why_not(me, self._now())}")
         voices = self.voices()
         reasons = [self._refused_by[peer] for peer in voices if peer in self._refused_by]
-        if 2 * len(reasons) > len(voices) and me != self.members.founder:
+        is_safe = self.is_private and me == self.members.founder  # whom nobody can take an invitation from
+        if 2 * len(reasons) > len(voices) and not is_safe:
             raise InvitationError(f"most members refuse this peer: {reasons[0]}")
 
     # Acts.
 
     def read_file(self) -> None:
         """Takes in what was appended to the file of acts, which the `invite` command does as well."""
-        if self._file is None or not self.is_private:
+        if self._file is None:
             return
         try:
             acts = self._file.read_new()

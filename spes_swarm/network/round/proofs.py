@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from spes_swarm.base.rate_limit import Budgets
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
 from spes_swarm.network.run_state import RunState
 from spes_swarm.protocol.averaging.proof import MAX_PROOF_BYTES, Proof, open_proof
+from spes_swarm.protocol.members.records import Progress
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.storage.proofs import ProofFolder
 
@@ -60,7 +61,8 @@ class Proofs:
     async def start(self) -> None:
         """Registers the handler, and reads the proofs of earlier sessions."""
         if self._folder is not None:
-            for proof, path in await asyncio.to_thread(self._folder.read, self._run.run_id):
+            found = await asyncio.to_thread(self._folder.read, self._run.run_id)
+            for proof, path in sorted(found, key=lambda each: each[0].round):  # the newest one of each culprit is kept
                 self._keep(proof, path)
         await serve_channel(self._p2p, self._name, self._serve, self._stall_s, self._on_fault, self._guests)
 
@@ -126,32 +128,45 @@ class Proofs:
 
     # Passing on.
 
-    def compare(self, peer_id: str, culprits: Collection[str]) -> None:
-        """Fetches a proof from a peer that lists culprits unknown here; one at a time."""
-        exclusions, me = self._run.tracks.conduct.proven, self._run.identity.peer_id
-        has_met = self._run.roster.standing.has_answered
-        new = [culprit for culprit in culprits if culprit not in exclusions and culprit != me and has_met(culprit)]
-        if self._is_fetching or not new or not self._guests.is_member(peer_id):
-            return
-        if time.monotonic() >= self._not_before.get(peer_id, 0.0):
-            self._fetching = asyncio.create_task(self._fetch(peer_id, new[0]))
+    def compare(self, records: Mapping[str, Progress]) -> None:
+        """Fetches proofs against culprits that others list in their records, in the background."""
+        if self._fetching is None or self._fetching.done():
+            wanted = [(peer, culprit) for peer, record in records.items() for culprit in self._unknown(peer, record)]
+            self._fetching = asyncio.create_task(self._fetch_all(wanted)) if wanted else None
 
-    @property
-    def _is_fetching(self) -> bool:
-        return self._fetching is not None and not self._fetching.done()
+    async def caught_up(self, records: Mapping[str, Progress]) -> None:
+        """Compares, and waits a while for what follows."""
+        self.compare(records)
+        if self._fetching is not None:
+            await asyncio.wait({self._fetching}, timeout=self._stall_s)
+
+    def _unknown(self, peer_id: str, record: Progress) -> list[str]:
+        """The culprits that a peer lists and that matter here, if it may be asked for their proofs."""
+        if not self._guests.is_member(peer_id) or time.monotonic() < self._not_before.get(peer_id, 0.0):
+            return []
+        exclusions, has_met = self._run.tracks.conduct.proven, self._run.roster.standing.has_answered
+        return [culprit for culprit in record.proven if culprit not in exclusions and has_met(culprit)]
+
+    async def _fetch_all(self, wanted: Collection[tuple[str, str]]) -> None:
+        for peer_id, culprit in wanted:
+            if culprit not in self._run.tracks.conduct.proven:
+                await self._fetch(peer_id, culprit)
 
     async def _fetch(self, peer_id: str, culprit: str) -> None:
         with suppress(*STREAM_ERRORS, ProtocolError):
-            data = bytearray()
-            async with open_channel(self._p2p, peer_id, self._name, self._stall_s) as channel:
-                await channel.send_hello(culprit=culprit)
-                while (frame := await channel.receive(_FRAME_BYTES)).kind is FrameKind.DATA:
-                    data += frame.payload
-                    if len(data) > MAX_PROOF_BYTES:
-                        raise ProtocolError("oversized", f"a proof of more than {MAX_PROOF_BYTES} bytes")
-            if await self.add(bytes(data), is_own=False):
+            if await self.add(await self._fetch_data(peer_id, culprit), is_own=False):
                 return
         self._not_before[peer_id] = time.monotonic() + _PAUSE_S
+
+    async def _fetch_data(self, peer_id: str, culprit: str) -> bytes:
+        data = bytearray()
+        async with open_channel(self._p2p, peer_id, self._name, self._stall_s) as channel:
+            await channel.send_hello(culprit=culprit)
+            while (frame := await channel.receive(_FRAME_BYTES)).kind is FrameKind.DATA:
+                data += frame.payload
+                if len(data) > MAX_PROOF_BYTES:
+                    raise ProtocolError("oversized", f"a proof of more than {MAX_PROOF_BYTES} bytes")
+        return bytes(data)
 
     async def _serve(self, channel: Channel) -> None:
         culprit = (await channel.receive_hello(_MAX_HELLO_BYTES)).get("culprit")

@@ -87,7 +87,7 @@ class Membership:
     def why_not(self, peer_id: str, now: float) -> str:
         """Why a peer that is not admitted is refused, in a few words for its user."""
         if (lied := self.exclusions.round_of(peer_id)) is not None:
-            return f"{peer_id} is excluded, since there is a proof that it lied in round {lied}"
+            return f"{peer_id} is excluded: a proof shows that it lied in round {lied} (only the founder can pardon it)"
         chains = self._chains_of(peer_id)
         if any(self._is_revoked(chain, peer_id) for chain in chains):
             return "the invitation has been revoked"
