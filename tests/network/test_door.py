@@ -347,3 +347,52 @@ def test_a_statement_shows_the_admission_that_counts() -> None:
     with pytest.raises(ProtocolError, match="has 2 experts and may have 1"):
         door.vet_statement("peer", shown.model_copy(update={"room": 2}))
     assert door.vet_statement(FOUNDER.peer_id, Statement.model_validate(fields)) == 1.0
+
+
+# Exclusion, which is the same in an open run.
+
+
+@pytest.mark.parametrize("admission", ["open", "invite"])
+def test_an_excluded_peer_gets_nothing_and_says_nothing(tmp_path: Path, admission: str) -> None:
+    async def scenario() -> None:
+        async with party(2, tmp_path, admission=admission) as here:
+            _, sent = invitation(here.manifest.run_id)
+            door, culprit = here.doors[0], here.hosts[1].peer_id
+            await here.open(0)
+            await here.open(1, sent.admit(culprit))
+            await here.call(1, 0)
+            door.vet_record(culprit, progress(admission=sent.admit(culprit)))
+            assert (door.admits(culprit), door.sees(culprit)) == (True, True)
+            door.members.exclusions.note_lie(culprit, 5)
+            assert (door.admits(culprit), door.sees(culprit)) == (False, False)
+            for method in (*VISIBLE, "table", "acts"):
+                with pytest.raises(RefusedError, match="is excluded: a proof shows that it lied in round 5"):
+                    await here.call(1, 0, method)
+            for record in (progress(admission=sent.admit(culprit)), lease(1.0)):
+                with pytest.raises(ProtocolError, match=r"^excluded: "):
+                    door.vet_record(culprit, record)
+            # Members that have no proof yet may have closed a group with it.
+            statement = Statement.model_validate({**statement_fields(), "admission": sent.admit(culprit)})
+            assert door.vet_statement(culprit, statement) == 1.0
+            with pytest.raises(InvitationError, match=r"most members refuse this peer: .* is excluded"):
+                here.doors[1].check_self(culprit)
+
+    run(scenario)
+
+
+def test_in_an_open_run_a_pardon_reaches_all(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with party(3, tmp_path, admission="open") as here:
+            culprit = identity(7).peer_id
+            for number in range(3):
+                await here.open(number)
+                here.doors[number].members.exclusions.note_lie(culprit, 5)
+            run_id = here.manifest.run_id
+            pardon = acts.pardon(FOUNDER, run_id, acts.Pardon(peer=culprit, round=5, at=time.time()))
+            ActsFile(tmp_path / "acts0.txt").append(pardon)
+            here.doors[0].read_file()
+            await until(lambda: all(door.admits(culprit) for door in here.doors))
+            for number in range(3):
+                assert ActsFile(tmp_path / f"acts{number}.txt").read_new() == [pardon]
+
+    run(scenario)

@@ -46,10 +46,12 @@ class Keeper:
     def excluded(self) -> list[str]:
         return list(self.run.tracks.conduct.proven)
 
-    async def reads(self, other: Keeper, *culprits: str) -> bool:
-        """Reads a record of another peer, which lists culprits; returns whether anything was fetched."""
-        listed = list(culprits or other.excluded)
-        self.proofs.compare({other.peer_id: progress(proven=listed)})
+    async def reads(self, other: Keeper, *culprits: str, unaware: int = 2) -> bool:
+        """Reads the record of another peer that lists culprits, and those of some that list none; returns whether
+        anything was fetched.
+        """
+        records = {f"unaware {number}": progress() for number in range(unaware)}
+        self.proofs.compare({**records, other.peer_id: progress(proven=list(culprits or other.excluded))})
         if self.proofs._fetching is None:
             return False
         await asyncio.wait_for(self.proofs._fetching, 60)
@@ -135,10 +137,23 @@ def test_others_proofs_count_if_they_are_about_peers_met_and_own_ones_always() -
             second.run.roster.standing = Standing()
             assert not await second.reads(first)
             second.proofs._guests = replace(MEMBERS, is_member=lambda peer_id: peer_id != LIAR.peer_id)
-            assert not await second.proofs.add(A_PROOF, is_own=False)
+            assert not await second.proofs.add(A_PROOF, is_trusted=False)
             assert not second.excluded
             assert await second.proofs.add(A_PROOF)
             assert second.excluded == [LIAR.peer_id]
+
+    run(test)
+
+
+def test_a_newcomer_learns_whom_most_members_name_although_it_has_not_met_them() -> None:
+    async def test() -> None:
+        async with keepers(None, None) as (first, newcomer):
+            await first.proofs.add(A_PROOF)
+            newcomer.run.roster.standing = Standing()
+            newcomer.proofs._guests = replace(MEMBERS, is_member=lambda peer_id: peer_id != LIAR.peer_id)
+            assert not await newcomer.reads(first, unaware=1)
+            assert await newcomer.reads(first, unaware=0)
+            assert newcomer.excluded == [LIAR.peer_id]
 
     run(test)
 
@@ -154,9 +169,9 @@ def test_few_and_short_proofs_about_peers_that_took_part_in_no_round_are_kept(mo
                 only.run.roster.standing.note_answer(liar.peer_id)
             only.proofs._guests = replace(MEMBERS, is_member=lambda peer_id: peer_id == liars[3].peer_id)
             monkeypatch.setattr(proofs_module, "_MAX_BYTES_ABOUT_STRANGERS", len(made[0]) - 1)
-            assert not await only.proofs.add(made[0], is_own=False)
+            assert not await only.proofs.add(made[0], is_trusted=False)
             monkeypatch.setattr(proofs_module, "_MAX_BYTES_ABOUT_STRANGERS", len(made[0]) + 100)
-            assert [await only.proofs.add(each, is_own=False) for each in made] == [True, True, False, True]
+            assert [await only.proofs.add(each, is_trusted=False) for each in made] == [True, True, False, True]
 
     run(test)
 
@@ -228,7 +243,7 @@ def test_a_pardoned_lie_excludes_nobody_whoever_has_a_proof_of_it(tmp_path: Path
             assert first.run.tracks.conduct.doubts(LIAR.peer_id, 8) == ()
             later = proof_against(LIAR, round_number=12)
             assert await first.proofs.add(later)
-            assert await second.proofs.add(later, is_own=False)
+            assert await second.proofs.add(later, is_trusted=False)
             assert first.excluded == second.excluded == [LIAR.peer_id]
         async with keepers(tmp_path / "a") as (again,):  # both files are there, in whatever order
             assert again.run.tracks.conduct.proven.round_of(LIAR.peer_id) == 12

@@ -24,6 +24,7 @@ from spes_swarm.protocol.admission.grants import (
     open_admission,
     open_chain,
     read_invitation,
+    signed_bytes,
 )
 from spes_swarm.protocol.admission.membership import Membership
 from tests.helpers.rounds import identity
@@ -445,3 +446,55 @@ def test_garbage_is_no_act() -> None:
     for other in (b"", b"\xc0", msgpack.packb(["use", "a"]), msgpack.packb({"allow": []}), b"\x91" * 50):
         with pytest.raises(ProtocolError):
             acts.open_act(other, RUN, KEY)
+
+
+# Exclusion and pardons.
+
+
+@pytest.mark.parametrize("policy", ["open", "invite", "allow-list"])
+def test_a_proof_excludes_on_whatever_terms_until_the_founder_pardons(policy: str) -> None:
+    here = membership(policy)
+    chain = extend(None, FOUNDER, RUN, Grant(peer=identity(1).peer_id))
+    here.add(acts.allow(chain))
+    assert here.admits(identity(1).peer_id, NOW)
+    for peer in (identity(1), FOUNDER):
+        here.exclusions.note_lie(peer.peer_id, 5)
+        assert not here.admits(peer.peer_id, NOW)
+        assert here.why_not(peer.peer_id, NOW).startswith(f"{peer.peer_id} is excluded: a proof shows that it lied in")
+        assert here.terms(peer.peer_id, NOW) is not None  # for groups that others have closed
+        pardon = acts.pardon(FOUNDER, RUN, acts.Pardon(peer=peer.peer_id, round=5, at=NOW))
+        assert here.add(pardon)
+        assert not here.add(pardon)
+        assert here.admits(peer.peer_id, NOW)
+    assert {pardon} <= set(here.acts.values())
+
+
+def test_in_an_open_run_no_other_acts_count() -> None:
+    here = membership("open")
+    assert not here.add(acts.allow(extend(None, FOUNDER, RUN, Grant(peer=identity(1).peer_id))))
+    assert not here.add(revocation(None, peer=identity(1).peer_id))
+    assert here.admits(identity(1).peer_id, NOW)
+    assert not here.acts
+    assert here.digest == b""
+
+
+def test_only_the_founder_pardons_and_only_in_its_run() -> None:
+    here, content = membership("open"), acts.Pardon(peer=identity(1).peer_id, round=5, at=NOW)
+    here.exclusions.note_lie(identity(1).peer_id, 5)
+    refused("signature", lambda: here.add(acts.pardon(identity(1), RUN, content)))
+    refused("signature", lambda: here.add(acts.pardon(FOUNDER, "another run", content)))
+    payload = msgpack.packb({**content.model_dump(), "round": -1})
+    signed = signed_bytes(b"pardon", RUN, bytes(32), payload)
+    refused("schema", lambda: here.add(msgpack.packb(["pardon", payload, FOUNDER.sign(signed)])))
+    refused("malformed", lambda: here.add(msgpack.packb(["pardon", "text", b""])))
+    assert not here.admits(identity(1).peer_id, NOW)
+
+
+def test_a_peer_knows_who_has_invited_another() -> None:
+    here, guest = membership(), identity(1).peer_id
+    assert here.inviter(guest) == ""
+    here.learn(guest, invitation(name="Anna").admit(guest), NOW)
+    assert here.inviter(guest) == "invited as 'Anna' by the founder"
+    delegate = made(name="Lab", may_invite=True)
+    here.learn(identity(2).peer_id, invitation(delegate).admit(identity(2).peer_id), NOW)
+    assert here.inviter(identity(2).peer_id) == "invited by the holder of the invitation 'Lab'"

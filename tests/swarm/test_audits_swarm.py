@@ -1,4 +1,4 @@
-"""Members that lie about results: real peers prove it, with a file that anybody can verify."""
+"""Members that lie about results: real peers prove it with files that anybody can verify, and exclude them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from scripts.testing.forked_peer import ForkServer
 from scripts.testing.local_peer import Event, LocalPeer
 from tests.helpers.lying_reducer import launch_lying
-from tests.helpers.swarm import PATIENT, swarm
+from tests.helpers.swarm import PATIENT, REASONABLE_S, swarm
 
 pytestmark = pytest.mark.swarm
 
 TOGETHER = ("--wait-for-peers", 4, "--experts", 4)
 FIRST_LIE = 3
+EXCLUDED = r"most members refuse this peer: \w+ is excluded: a proof shows that it lied in round \d+"
 
 
 def proven(peer: LocalPeer, culprit: str) -> Event:
@@ -25,8 +27,17 @@ def proven(peer: LocalPeer, culprit: str) -> Event:
     return event
 
 
+def verify(*arguments: object) -> str:
+    command = [sys.executable, "-m", "spes_swarm.proof", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=REASONABLE_S).stdout
+
+
+def proofs_of(peer: LocalPeer) -> list[Path]:
+    return sorted((peer.output_dir / "proofs").glob("*.proof"))
+
+
 @pytest.mark.parametrize("kind", ["flipped", "forged", "two-faced"])
-def test_a_lie_is_proven_by_all_honest_members(kind: str, tmp_path: Path) -> None:
+def test_a_lie_is_proven_by_all_honest_members_and_ends_participation(kind: str, tmp_path: Path) -> None:
     with swarm(tmp_path, round=PATIENT) as running:
         honest = [running.found(*TOGETHER), running.join(*TOGETHER), running.join(*TOGETHER)]
         running.launch = launch_lying(kind, FIRST_LIE)
@@ -34,10 +45,42 @@ def test_a_lie_is_proven_by_all_honest_members(kind: str, tmp_path: Path) -> Non
         culprit = liar.wait_for("join")["peer_id"]
         for peer in honest:
             proven(peer, culprit)
-            assert not [
-                event for event in peer.events("fault") if event["kind"] == "proven" and event["peer"] != culprit
-            ]
-            files = sorted((peer.output_dir / "proofs").glob("*.proof"))
-            command = [sys.executable, "-m", "spes_swarm.proof", *map(str, files)]
-            verified = subprocess.run(command, capture_output=True, text=True, check=True)
-            assert culprit in verified.stdout
+            assert {event["peer"] for event in peer.events("fault") if event["kind"] == "proven"} == {culprit}
+            assert culprit in verify(*proofs_of(peer))
+        liar.wait_for_text(EXCLUDED)
+        assert liar.wait() == 2
+        last = [max(number for number, event in peer.rounds().items() if event["peers"] == 4) for peer in honest]
+        assert max(last) - min(last) <= 1
+        end = max(last) + 2
+        for peer in honest:
+            peer.wait_for_round(end)
+            assert {event["peers"] for number, event in peer.rounds().items() if number > max(last)} == {3}
+
+
+def test_an_excluded_peer_stays_out_until_the_founder_pardons_it(tmp_path: Path) -> None:
+    """Also of the rounds of those who come later: they fetch the proof."""
+    with swarm(tmp_path, round=PATIENT) as running:
+        honest = [running.found(*TOGETHER), running.join(*TOGETHER), running.join(*TOGETHER)]
+        running.launch = launch_lying("two-faced", FIRST_LIE)
+        liar = running.join(*TOGETHER, "--seed", 9, name="liar")
+        culprit = liar.wait_for("join")["peer_id"]
+        for peer in honest:
+            proven(peer, culprit)
+        assert liar.wait() == 2
+        running.launch = ForkServer()
+        newcomer = running.join("--experts", 4, "--seed", 10, name="newcomer")
+        assert proven(newcomer, culprit)["detail"].startswith("it lied in round ")
+        first = newcomer.wait_for("round")
+        assert newcomer.events().index(first) > newcomer.events().index(proven(newcomer, culprit))
+        again = ("--experts", 4, "--seed", 9)
+        refused = running.join(*again, name="liar", via=newcomer)
+        assert refused.wait() == 2
+        assert f"{culprit} is excluded: a proof shows that it lied in round" in refused.text()
+        said = verify("--pardon", "--output-dir", honest[0].output_dir, *proofs_of(honest[0]))
+        assert f"pardoned {culprit} for its lies up to round " in said
+        assert "the running peer passes it on now" in said
+        begun = max(peer.wait_for("round")["round"] for peer in honest)
+        pardoned = running.join(*again, name="liar", via=honest[1])
+        for peer in (*honest, newcomer):
+            peer.wait_for("round", lambda event: event["round"] > begun and event["peers"] == 5)
+        assert pardoned.events("round")

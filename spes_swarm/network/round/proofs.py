@@ -2,8 +2,8 @@
 
 A peer lists in its record whom it has proofs against. Whoever reads a name there that it has no proof for fetches the
 proof and verifies it itself: a newcomer before its first round. One for each culprit is enough. Anybody can make proofs
-against identities of his own, so those of others count only if they are about a peer that has been in contact with this
-one, and few if it has taken part in no round. The culprit is excluded: nobody who has the proof calls it, answers it,
+against identities of his own, so of those that others have made, few are kept unless their culprit has taken part in
+rounds of this peer, or most members name it. The culprit is excluded: nobody who has the proof calls it, answers it,
 or includes it in a group, unless the founder pardons it (protocol/admission/exclusion.py).
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 _MAX_HELLO_BYTES = 1024
 _FRAME_BYTES = 1 << 20
 _PAUSE_S = 600.0  # before a peer is asked again that listed culprits and had no proof
-# Against peers that have taken part in no round: how many are kept that others have made, and how long each may be.
+# Of others, against peers that have taken part in no round and that few members name.
 _MAX_ABOUT_STRANGERS, _MAX_BYTES_ABOUT_STRANGERS = 16, 16 << 20
 # What a member gets of proofs in an hour, and what all peers at an address that are none.
 _BYTES_PER_MEMBER, _BYTES_PER_HOST, _REFILL_S = 4 * MAX_PROOF_BYTES, 64 << 20, 3600.0
@@ -83,12 +84,13 @@ class Proofs:
         except Exception:  # this peer has made it
             _LOGGER.exception("a proof is invalid")
 
-    async def add(self, data: bytes, *, is_own: bool = True) -> bool:
+    async def add(self, data: bytes, *, is_trusted: bool = True) -> bool:
         """Verifies and keeps a proof, and excludes its culprit from now on.
 
+        `is_trusted`: this peer has made it, or most members name its culprit.
+
         Returns:
-            False if the culprit is excluded already, or has been pardoned; or if it has never been in contact with this
-            peer, and the proof is another peer's.
+            False if the culprit is excluded already, or has been pardoned, or does not matter here.
 
         Raises:
             ProtocolError: it proves nothing, or is about another run.
@@ -99,7 +101,7 @@ class Proofs:
         exclusions, culprit = self._run.tracks.conduct.proven, proof.culprit
         if culprit in exclusions or not exclusions.excludes(culprit, proof.round):
             return False
-        if not is_own and not self._guests.is_member(culprit):
+        if not is_trusted and not self._guests.is_member(culprit):
             is_full = self._num_about_strangers >= _MAX_ABOUT_STRANGERS or len(data) > _MAX_BYTES_ABOUT_STRANGERS
             if is_full or not self._run.roster.standing.has_answered(culprit):
                 return False
@@ -131,8 +133,13 @@ class Proofs:
     def compare(self, records: Mapping[str, Progress]) -> None:
         """Fetches proofs against culprits that others list in their records, in the background."""
         if self._fetching is None or self._fetching.done():
-            wanted = [(peer, culprit) for peer, record in records.items() for culprit in self._unknown(peer, record)]
-            self._fetching = asyncio.create_task(self._fetch_all(wanted)) if wanted else None
+            of_members = {peer: record for peer, record in records.items() if self._guests.is_member(peer)}
+            named = Counter(culprit for record in of_members.values() for culprit in {*record.proven})
+            by_most = {culprit for culprit, count in named.items() if 2 * count > len(of_members)}
+            wanted = [
+                (peer, one) for peer, record in of_members.items() for one in self._unknown(peer, record, by_most)
+            ]
+            self._fetching = asyncio.create_task(self._fetch_all(wanted, by_most)) if wanted else None
 
     async def caught_up(self, records: Mapping[str, Progress]) -> None:
         """Compares, and waits a while for what follows."""
@@ -140,21 +147,22 @@ class Proofs:
         if self._fetching is not None:
             await asyncio.wait({self._fetching}, timeout=self._stall_s)
 
-    def _unknown(self, peer_id: str, record: Progress) -> list[str]:
-        """The culprits that a peer lists and that matter here, if it may be asked for their proofs."""
-        if not self._guests.is_member(peer_id) or time.monotonic() < self._not_before.get(peer_id, 0.0):
+    def _unknown(self, peer_id: str, record: Progress, by_most: Collection[str]) -> list[str]:
+        """The culprits that a peer lists and that matter here, unless it had no proof lately."""
+        if time.monotonic() < self._not_before.get(peer_id, 0.0):
             return []
         exclusions, has_met = self._run.tracks.conduct.proven, self._run.roster.standing.has_answered
-        return [culprit for culprit in record.proven if culprit not in exclusions and has_met(culprit)]
+        return [one for one in record.proven if one not in exclusions and (one in by_most or has_met(one))]
 
-    async def _fetch_all(self, wanted: Collection[tuple[str, str]]) -> None:
+    async def _fetch_all(self, wanted: Collection[tuple[str, str]], by_most: Collection[str]) -> None:
         for peer_id, culprit in wanted:
             if culprit not in self._run.tracks.conduct.proven:
-                await self._fetch(peer_id, culprit)
+                await self._fetch(peer_id, culprit, is_trusted=culprit in by_most)
 
-    async def _fetch(self, peer_id: str, culprit: str) -> None:
+    async def _fetch(self, peer_id: str, culprit: str, *, is_trusted: bool) -> None:
         with suppress(*STREAM_ERRORS, ProtocolError):
-            if await self.add(await self._fetch_data(peer_id, culprit), is_own=False):
+            data = await self._fetch_data(peer_id, culprit)
+            if await self.add(data, is_trusted=is_trusted):
                 return
         self._not_before[peer_id] = time.monotonic() + _PAUSE_S
 
