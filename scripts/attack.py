@@ -65,6 +65,9 @@ class Outcome:
     taken_back: int  # rounds that the honest peers have taken back
     named_by: dict[str, int]  # `fault` events of honest peers about the attackers, by kind
     accused: dict[str, int]  # the same about honest peers, as liars or without duty
+    # For each attacker, by honest peer: the round that the peer had committed when it got a proof; None: it got none.
+    proven_in: list[list[int | None]]
+    last_shared: list[int]  # by honest peer: the last round with all members
     parts_missing: int
 
 
@@ -136,14 +139,14 @@ def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namesp
         for number in range(1, options.rounds + 1):
             peers[0].wait_for_round(number, PATIENCE_S)
         for attacker in attackers:
-            if attacker.process.poll() is not None:
+            if attacker.process.poll() is not None and "is excluded" not in attacker.said():
                 raise SystemExit(attacker.said())
             attacker.kill()
         peers[0].wait_for_round(last, PATIENCE_S)
-        return measure(peers, {attacker.peer_id for attacker in attackers}, kind, seed, begun, options.rounds)
+        return measure(peers, [attacker.peer_id for attacker in attackers], kind, seed, begun, options.rounds)
 
 
-def measure(peers: list[LocalPeer], hostile: set[str], kind: str, seed: int, begun: int, rounds: int) -> Outcome:
+def measure(peers: list[LocalPeer], hostile: list[str], kind: str, seed: int, begun: int, rounds: int) -> Outcome:
     """Reads the outcome from what honest peers have written; `begun`: the round in which the attack began."""
     honest = {peer.events("join")[0]["peer_id"] for peer in peers}
     faults = [fault for peer in peers for fault in peer.events("fault")]
@@ -168,7 +171,24 @@ def measure(peers: list[LocalPeer], hostile: set[str], kind: str, seed: int, beg
         named_by=by_kind(fault for fault in faults if fault["peer"] in hostile),
         accused=by_kind(fault for fault in faults if fault["peer"] in honest and accuses(fault)),
         parts_missing=sum(event["parts_missing"] for event in committed),
+        proven_in=[[proven_in(peer, attacker) for peer in peers] for attacker in hostile],
+        last_shared=[
+            max(number for number, event in peer.rounds().items() if event["peers"] == len(peers) + len(hostile))
+            for peer in peers
+            if kind in MEMBERS
+        ],
     )
+
+
+def proven_in(peer: LocalPeer, attacker: str) -> int | None:
+    """The round that a peer had committed when it got a proof against an attacker; None if it got none."""
+    number = 0
+    for event in peer.events():
+        if event["event"] == "round":
+            number = event["round"]
+        elif event["event"] == "fault" and (event["kind"], event["peer"]) == ("proven", attacker):
+            return number
+    return None
 
 
 def by_kind(faults: Iterable[Event]) -> dict[str, int]:
@@ -231,7 +251,8 @@ def describe(outcome: Outcome, honest: Outcome) -> str:
         f"in the median {outcome.seconds_per_round:.1f} s ({pace:.2f} x), "
         f"of these {outcome.group_seconds:.1f} s in the rendezvous, "
         f"{outcome.steps:.0f} steps a peer, {outcome.taken_back} rounds taken back, "
-        f"named {outcome.named_by or 'never'}, honest peers accused "
+        f"named {outcome.named_by or 'never'}, proven in rounds {outcome.proven_in}, last rounds with all members "
+        f"{outcome.last_shared}, honest peers accused "
         f"{outcome.accused or 'never'}, parts missing {outcome.parts_missing}"
     )
 
