@@ -327,7 +327,6 @@ class RunServices(RunCommands):
         """See RunCommands."""
         await self.refresh()
         await self._greetings.first_answers()  # or a peer that leaves now could take itself for the only one
-        await self._audits.proofs.caught_up({view.peer_id: view.progress for view in self._state.roster.present()})
         return self._view()
 
     def _view(self) -> SwarmView:
@@ -377,6 +376,7 @@ class RunServices(RunCommands):
             room, experts = min(room, most), experts[:most] if isinstance(experts, tuple) else min(experts, most)
         self._state.leases.room, self._state.leases.fixed = room, fixed
         await self.refresh()
+        await self._audits.proofs.fetched()  # before its first round, a newcomer knows whom a proof excludes
         if isinstance(experts, tuple):
             self._state.leases.held = experts
             await self._announcer.publish_lease()

@@ -141,9 +141,8 @@ class Proofs:
             ]
             self._fetching = asyncio.create_task(self._fetch_all(wanted, by_most)) if wanted else None
 
-    async def caught_up(self, records: Mapping[str, Progress]) -> None:
-        """Compares, and waits a while for what follows."""
-        self.compare(records)
+    async def fetched(self) -> None:
+        """Waits a while for the proofs that are being fetched."""
         if self._fetching is not None:
             await asyncio.wait({self._fetching}, timeout=self._stall_s)
 
