@@ -36,7 +36,7 @@ class RunFacts:
     tokens: int | None = None  # trained on by all peers together
     peers: int | None = None  # that took part in the round
     history: Sequence[LossPoint] = ()
-    acts: Sequence[bytes] = ()  # of a private run
+    acts: Sequence[bytes] = ()  # see protocol/admission/acts.py
     card: CardFacts = field(default_factory=CardFacts)
 
 

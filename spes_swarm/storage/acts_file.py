@@ -1,4 +1,4 @@
-"""The file of a private run's acts in OUTPUT_DIR: one per line, in base64.
+"""The file of a run's acts in OUTPUT_DIR: one per line, in base64.
 
 The peer's network process and the `invite` command both append to it and read what the other has added.
 """

@@ -143,7 +143,7 @@ class RunDirectory:
 
     @property
     def acts(self) -> Path:
-        """The acts of a private run; see acts_file.py."""
+        """The acts of the run; see acts_file.py."""
         return self.path / _ACTS
 
     @property

@@ -380,7 +380,7 @@ def test_an_excluded_peer_gets_nothing_and_says_nothing(tmp_path: Path, admissio
     run(scenario)
 
 
-def test_in_an_open_run_a_pardon_reaches_all(tmp_path: Path) -> None:
+def test_in_an_open_run_a_pardon_reaches_all_who_know_members(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with party(3, tmp_path, admission="open") as here:
             culprit = identity(7).peer_id
@@ -390,8 +390,13 @@ def test_in_an_open_run_a_pardon_reaches_all(tmp_path: Path) -> None:
             run_id = here.manifest.run_id
             pardon = acts.pardon(FOUNDER, run_id, acts.Pardon(peer=culprit, round=5, at=time.time()))
             ActsFile(tmp_path / "acts0.txt").append(pardon)
+            here.hosts[2].rpc.is_member = lambda peer_id: False
             here.doors[0].read_file()
-            await until(lambda: all(door.admits(culprit) for door in here.doors))
+            await until(lambda: all(door.admits(culprit) for door in here.doors[:2]))
+            assert not here.doors[2].admits(culprit)
+            here.hosts[2].rpc.is_member = lambda peer_id: True
+            await here.call(2, 0)
+            await until(lambda: here.doors[2].admits(culprit))
             for number in range(3):
                 assert ActsFile(tmp_path / f"acts{number}.txt").read_new() == [pardon]
 

@@ -257,6 +257,8 @@ class Door:
         """Asks an admitted peer for its acts if they differ from this peer's; returns the request under way, if any."""
         if not isinstance(digest, bytes) or digest == self.members.digest or not digest:
             return None
+        if not (self.is_private or self._rpc.is_member(peer_id)):  # an open run admits strangers, who may send garbage
+            return None
         asked = self._asked.get(peer_id)
         if asked is not None and time.monotonic() - asked.at < asked.pause_s:
             return asked.task

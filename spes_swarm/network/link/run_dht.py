@@ -148,7 +148,7 @@ class RunDht:
         tokenizer: Path | None = None,
         acts: Path | None = None,
     ) -> None:
-        """`tokenizer` is a file for peers that ask for it, `acts` the file of a private run's acts."""
+        """`tokenizer` is a file for peers that ask for it, `acts` the file of the run's acts."""
         self._daemon = daemon
         self._rpc = rpc
         self._manifest = manifest
