@@ -99,7 +99,7 @@ class Publication(StrictModel):
     peers: _Count | None  # that took part in the round
     files: Annotated[list[PublishedFile], Field(min_length=1, max_length=MAX_FILES)]
     history: Annotated[list[LossPoint], Field(max_length=MAX_HISTORY)] = Field(default_factory=list)
-    acts: Annotated[list[_Act], Field(max_length=MAX_ACTS)] = Field(default_factory=list)  # see protocol/admission/acts.py
+    acts: Annotated[list[_Act], Field(max_length=MAX_ACTS)] = Field(default_factory=list)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
