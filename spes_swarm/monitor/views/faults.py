@@ -54,7 +54,7 @@ def _name(one: Excluded | WithoutDuty) -> str:
 def _standing(one: Excluded) -> str:
     if one.verified:
         return "excluded"
-    return "excluded, says a majority" if 2 * one.by > one.of else "accused"
+    return "unproven" if 2 * one.by > one.of else "claimed"
 
 
 def _proof_words(one: Excluded) -> str:
