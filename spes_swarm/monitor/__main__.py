@@ -1,7 +1,7 @@
 """`python -m spes_swarm.monitor`: shows a run, given the address of any of its peers.
 
-It only reads the signed records in the run's DHT, so any number of monitors can run anywhere, and no peer depends on
-them. See options.py for the options, and state.py for what is shown.
+It only reads the signed records in the run's DHT, and proofs of lies, so any number of monitors can run anywhere, and
+no peer depends on them. See options.py for the options, and state.py for what is shown.
 """
 
 from __future__ import annotations
