@@ -22,7 +22,7 @@ from spes_swarm.monitor.history import History
 from spes_swarm.monitor.ledger import Ledger
 from spes_swarm.monitor.state import Excluded, SwarmState, WithoutDuty
 from spes_swarm.monitor.views.faults import faults_text, print_faults
-from spes_swarm.monitor.views.terminal import changes
+from spes_swarm.monitor.views.terminal import changes, print_once
 from spes_swarm.protocol.averaging.proof import open_proof
 from spes_swarm.protocol.members.records import DutyNote, Progress
 from tests.helpers.histories import manifest
@@ -325,6 +325,20 @@ def test_a_state_of_an_older_version_has_nothing_to_say() -> None:
     stored = swarm_state([peer_state(0)], excluded=(PROVEN,)).to_json()
     del stored["excluded"], stored["without_duty"]
     assert SwarmState.from_json(stored).excluded == ()
+
+
+def test_the_screen_has_a_line_for_each_of_the_first_five_and_none_without_any() -> None:
+    def printed(state: SwarmState) -> str:
+        output = io.StringIO()
+        print_once(Console(file=output, width=160), state, [])
+        return output.getvalue()
+
+    assert "xcluded" not in printed(swarm_state([peer_state(0)]))
+    many = tuple(replace(CLAIMED, peer_id=peer_id(200 + n)) for n in range(6))
+    shown = printed(swarm_state([peer_state(0)], excluded=(PROVEN, *many), without_duty=(IDLE,)))
+    assert "excluded: eve, named by 5 of 7, lied in round 7, part 2: the result differs" in shown
+    assert shown.count("claimed by 1 of 7: ") == 4
+    assert "and 3 more: --faults lists all" in shown
 
 
 def test_each_is_told_once_without_a_terminal() -> None:
