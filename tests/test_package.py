@@ -34,6 +34,22 @@ def test_python_m_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None
     assert "use python -m spes_swarm.join" in capsys.readouterr().err
 
 
+def test_the_threat_model_names_tests_that_exist() -> None:
+    model = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
+    table = model.split("\n\n")[2].splitlines()
+    assert table[0] == "| attacker | aim | defence | residual | test |"
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    existing = {
+        name for source in sources for name in re.findall(r"^(?:async )?def (test_\w+)\(", source, re.MULTILINE)
+    }
+    for row in table[2:]:
+        *cells, tests = row.strip("| ").split(" | ")
+        assert len(cells) == 4, row
+        named = re.findall(r"`(test_\w+)`", tests)
+        assert ", ".join(f"`{name}`" for name in named) == tests or tests in ("none", "TODO-SILENCE"), row
+        assert set(named) <= existing, row
+
+
 def copy_repository(destination: Path) -> None:
     """What is built is built from a copy, because setuptools leaves files beside the sources."""
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()

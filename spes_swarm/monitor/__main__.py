@@ -1,7 +1,7 @@
 """`python -m spes_swarm.monitor`: shows a run, given the address of any of its peers.
 
-It only reads the signed records in the run's DHT, so any number of monitors can run anywhere, and no peer depends on
-them. See options.py for the options, and state.py for what is shown.
+It only reads the signed records in the run's DHT, and proofs of lies, so any number of monitors can run anywhere, and
+no peer depends on them. See options.py for the options, and state.py for what is shown.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # One read may miss records; the next ones find them.
 _ONCE_LOOKS = 3
 _ONCE_PAUSE_S = 0.5
+_PROOFS_S = 20.0  # how long `--faults` waits for proofs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,6 +102,8 @@ async def _watch(options: Options) -> None:
 
     with ExitStack() as cleanup:
         listener = cleanup.enter_context(_listen(options))
+        if options.proofs is not None:
+            options.proofs.mkdir(parents=True, exist_ok=True)
         history = History(options.history) if options.history is not None else None
         if history is not None:
             cleanup.callback(history.close)
@@ -136,15 +139,24 @@ async def _watch(options: Options) -> None:
         report_loop_errors(lambda detail: print(f"monitor: {detail}", file=sys.stderr))
         watcher = await open_watcher(network, remembered, history.addresses() if history is not None else [])
         try:
-            collector = Collector(watcher, history, options.refresh_s)
-            if options.once:
-                await _look_once(collector)
-                _print_once(options, collector.source)
-            else:
-                await _follow(options, collector, listener)
+            await _show(options, Collector(watcher, history, options.refresh_s, options.proofs), listener)
         finally:
             report_loop_errors(lambda detail: None)  # whatever is still under way then fails
             await watcher.stop()
+
+
+async def _show(options: Options, collector: Collector, listener: socket.socket | None) -> None:
+    try:
+        if options.once or options.faults:
+            await _look_once(collector)
+            if options.faults:
+                await collector.evidence.settled(_PROOFS_S)
+                await collector.refresh()
+            _print_once(options, collector.source)
+        else:
+            await _follow(options, collector, listener)
+    finally:
+        collector.evidence.stop()
 
 
 async def _look_once(collector: Collector) -> None:
@@ -201,6 +213,14 @@ def _console() -> Console:
 
 
 def _print_once(options: Options, source: StateSource) -> None:
+    if options.faults:
+        from spes_swarm.monitor.views.faults import faults_text, print_faults
+
+        if options.json:
+            print(faults_text(source.state()), flush=True)
+        else:
+            print_faults(_console(), source.state())
+        return
     if options.json:
         from spes_swarm.monitor.state import to_text
 

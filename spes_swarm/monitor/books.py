@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median_high, median_low
 from typing import TYPE_CHECKING, Any, Final
 
-from spes_swarm.monitor.state import Fault, HistoryPoint
+from spes_swarm.monitor.state import Excluded, Fault, HistoryPoint, WithoutDuty
 from spes_swarm.protocol.members.round_metrics import MAX_COUNT, RoundFigures, metrics_of
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class Known:
     names: dict[str, str] = field(default_factory=dict)  # by peer id, sanitised
     trained_in: dict[int, int] = field(default_factory=dict)  # expert -> round
     faults: tuple[Fault, ...] = ()
+    excluded: tuple[Excluded, ...] = ()
+    without_duty: tuple[WithoutDuty, ...] = ()
 
 
 class RoundBook:

@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from spes_swarm.base.errors import DataError, NetworkProcessError
 from spes_swarm.config.join_command import describe_data
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.evidence import EvidenceSeeker
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.ledger import Ledger
 from spes_swarm.monitor.source import HeldState
@@ -42,8 +44,8 @@ def run_info(manifest: Manifest) -> RunInfo:
 class Collector:
     """Keeps a `HeldState`, the `source` of all views, up to date."""
 
-    def __init__(self, watcher: Watcher, history: History | None, refresh_s: float) -> None:
-        """Starts from the history, if there is one.
+    def __init__(self, watcher: Watcher, history: History | None, refresh_s: float, proofs: Path | None = None) -> None:
+        """Starts from the history, if there is one. `proofs`: the folder in which proofs of lies are saved.
 
         Raises:
             DataError: the history is damaged, or belongs to another run.
@@ -56,6 +58,7 @@ class Collector:
         self._history = history
         self._refresh_s = refresh_s
         self._ledger = Ledger(run_info(watcher.manifest), watcher.manifest.run.round.progress_ttl_s, known)
+        self.evidence = EvidenceSeeker(watcher.manifest.run_id, watcher.fetch_proof, watcher.excludes, proofs)
         self._complaint: str | None = None
         self.source = HeldState(self._ledger.state(watcher.now(), time.monotonic(), {}, None), self._ledger.points())
 
@@ -67,8 +70,11 @@ class Collector:
         """
         look = await self._watcher.read_records()
         ledger = self._ledger
+        ledger.proven = self.evidence.proven
         ledger.take(look.now, look.at, look.progress, look.leases, look.rounds)
         self._watcher.live = ledger.live_peers()
+        self.evidence.seek(ledger.accusations.accusers)
+        ledger.proven = self.evidence.proven
         state = ledger.state(look.now, look.at, self._watcher.verifier.refused, self._watcher.join_command())
         self.source.update(state, ledger.points())
         if self._history is not None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Final
 
 from spes_swarm.base.wording import plural, seconds
-from spes_swarm.monitor.state import SwarmState
+from spes_swarm.monitor.state import Excluded, SwarmState, WithoutDuty
 
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
 
@@ -61,6 +61,33 @@ def name_of(state: SwarmState, peer_id: str) -> str:
         if peer.peer_id == peer_id and peer.name:
             return peer.name
     return peer_id[-8:]
+
+
+def by_words(accused: Excluded | WithoutDuty) -> str:
+    """How many peers say so: 5 of 7."""
+    return f"{accused.by} of {accused.of}"
+
+
+def lie_words(accused: Excluded) -> str:
+    """What the proof against a peer shows."""
+    if not accused.verified:
+        return "no proof verified"
+    return f"lied in round {accused.round}, part {accused.part}: {accused.why}"
+
+
+def accusations(state: SwarmState) -> dict[str, str]:
+    """A line for each peer that others call excluded or without duty. What only few say is worded as their claim."""
+    lines = {}
+    for one in state.excluded:
+        name = one.name or one.peer_id[-8:]
+        words = f"excluded: {name}, named by {by_words(one)}, {lie_words(one)}"
+        is_claim = not one.verified and 2 * one.by <= one.of
+        lines[f"excluded {one.peer_id}"] = f"claimed by {by_words(one)}: {name} is excluded" if is_claim else words
+    for other in state.without_duty:
+        kinds = f" ({', '.join(other.kinds)})" if other.kinds else ""
+        name = other.name or other.peer_id[-8:]
+        lines[f"duty {other.peer_id}"] = f"without duty: {name} since round {other.since}, say {by_words(other)}{kinds}"
+    return lines
 
 
 def dead_experts(state: SwarmState) -> list[str]:

@@ -32,7 +32,7 @@ from spes_swarm.monitor.history_file import (
     read_points,
     translate_sqlite_errors,
 )
-from spes_swarm.monitor.state import Fault, HistoryPoint, SwarmState
+from spes_swarm.monitor.state import Excluded, Fault, HistoryPoint, SwarmState, WithoutDuty
 from spes_swarm.storage.run_directory import lock_file
 
 _TABLES: Final = f"""
@@ -131,6 +131,10 @@ class History:
                 names={peer_id: name for peer_id, (name, _) in self._peers.items() if name},
                 trained_in={int(expert): int(number) for expert, number in rest.get("trained_in", {}).items()},
                 faults=tuple(Fault(**fault) for fault in rest.get("faults", ())),
+                excluded=tuple(Excluded(**one) for one in rest.get("excluded", ())),
+                without_duty=tuple(
+                    WithoutDuty(**{**one, "kinds": tuple(one["kinds"])}) for one in rest.get("without_duty", ())
+                ),
             )
 
     def begin(self, manifest: Manifest) -> None:
@@ -179,7 +183,10 @@ class History:
                     "round": known.round,
                     "alive_at": known.alive_at,
                     "trained_in": known.trained_in,
-                    "faults": [dataclasses.asdict(fault) for fault in known.faults],
+                    **{
+                        name: [dataclasses.asdict(one) for one in getattr(known, name)]
+                        for name in ("faults", "excluded", "without_duty")
+                    },
                 },
             )
         self._peers = peers

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from spes_swarm.base.names import clean_name
 from spes_swarm.config.round_clock import RoundClock
+from spes_swarm.monitor.accusations import Accusations, Evidence
 from spes_swarm.monitor.books import FORGOTTEN, Known, RoundBook, bounded, clamped, count, superfluous
 from spes_swarm.monitor.state import (
     Consensus,
@@ -88,6 +89,8 @@ class Ledger:
         self._books: dict[int, RoundBook] = {}
         self._trained_in = dict(self.known.trained_in)  # expert -> round
         self._faults = dict.fromkeys(self.known.faults)
+        self.accusations = Accusations(self.known.excluded, self.known.without_duty)
+        self.proven: Mapping[str, Evidence] = {}  # by culprit; set by the owner
         self._alive_at = self.known.alive_at  # swarm time of the newest record of any peer
         self._taken_at: float | None = None
 
@@ -125,6 +128,8 @@ class Ledger:
                 self._began_in = self.round
         self._keep_books(now, at)
         self._note_evaluation()
+        voices = {p: s.progress for p, s in self._peers.items() if self._participates(s, at)}
+        self.accusations.take(now, voices, self._names, self.proven)
 
     def _see(self, peer_id: str, record: Progress, now: float, at: float) -> None:
         known = self._peers.get(peer_id)
@@ -156,7 +161,10 @@ class Ledger:
 
     def _participants(self, at: float) -> list[_Sighting]:
         """Peers that take part in rounds or wait for others to begin, and are not late."""
-        return [s for s in self._peers.values() if s.is_active and s.age_s(at) <= self.progress_ttl_s / 2]
+        return [s for s in self._peers.values() if self._participates(s, at)]
+
+    def _participates(self, seen: _Sighting, at: float) -> bool:
+        return seen.is_active and seen.age_s(at) <= self.progress_ttl_s / 2
 
     def _keep_books(self, now: float, at: float) -> None:
         for number in [n for n, book in self._books.items() if abs(n - self.round) > _WINDOW]:
@@ -258,6 +266,8 @@ class Ledger:
             names=dict(self._names),
             trained_in=dict(self._trained_in),
             faults=tuple(self._newest_faults()),
+            excluded=self.accusations.excluded(self.proven),
+            without_duty=self.accusations.without_duty,
         )
 
     def points(self) -> list[HistoryPoint]:
@@ -312,6 +322,8 @@ class Ledger:
             join_command=join_command,
             steps=count(self._clock.step_of(self.round)),
             inner_steps=self._clock.inner_steps_after(self.round),
+            excluded=self.accusations.excluded(self.proven),
+            without_duty=self.accusations.without_duty,
             **self._newest_metrics(),
         )
 

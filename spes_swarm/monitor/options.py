@@ -24,6 +24,8 @@ class Options:
     run_id: str | None
     invitation: str | None  # the word
     once: bool
+    faults: bool
+    proofs: Path | None  # folder
     json: bool
     web: tuple[str, int] | None  # host and port
     history: Path | None
@@ -77,6 +79,8 @@ def _parser() -> OneLineParser:
     )
     shown = parser.add_argument_group("output")
     shown.add_argument("--once", action="store_true", help="print the state once and exit")
+    shown.add_argument("--faults", action="store_true", help="print who is excluded or without duty, and why, and exit")
+    shown.add_argument("--proofs", type=Path, metavar="DIR", help="with --faults: save the proofs of lies there")
     shown.add_argument("--json", action="store_true", help="print JSON, one line for each update")
     shown.add_argument(
         "--web", type=_host_and_port, metavar="HOST:PORT", help="serve a web page, /metrics and /api/state"
@@ -106,8 +110,7 @@ def _check(options: Options) -> None:
             raise ConfigError(f"{name}: found {seconds:g}, expected more than 0 seconds")
     if options.log is not None:
         check_tracker(options.log)
-        if options.once:
-            raise ConfigError("--once prints and exits, --log keeps running: give one of them")
+    _check_output(options)
     if options.replay is not None:
         for name, given in (
             ("--initial-peers", options.initial_peers),
@@ -116,6 +119,7 @@ def _check(options: Options) -> None:
             ("--history", options.history),
             ("--bootstrap", options.bootstrap),
             ("--log", options.log),
+            ("--proofs", options.proofs),
         ):
             if given:
                 raise ConfigError(f"{name} cannot be combined with --replay, which shows a file and joins no run")
@@ -123,17 +127,24 @@ def _check(options: Options) -> None:
         raise ConfigError("--plot draws a history file: give it with --replay FILE")
     elif not options.initial_peers and (options.history is None or not options.history.exists()):
         raise ConfigError("--initial-peers is missing: give the address of a peer, or show a file with --replay")
-    if options.once and options.web is not None:
-        raise ConfigError("--once prints and exits, --web keeps running: give one of them")
     if options.bootstrap:
-        if options.once:
-            raise ConfigError("--once prints and exits, --bootstrap keeps running: give one of them")
         if options.identity is None:
             raise ConfigError("--bootstrap needs --identity FILE: newcomers dial an entry point by its peer id")
         if not options.host_maddrs or any(re.search("/(tcp|udp)/0(/|$)", maddr) for maddr in options.host_maddrs):
             raise ConfigError("--bootstrap needs --host-maddrs with a fixed port, such as /ip4/0.0.0.0/tcp/31337")
     elif options.host_maddrs or options.announce_maddrs:
         raise ConfigError("--host-maddrs and --announce-maddrs are for an entry point: give --bootstrap, too")
+
+
+def _check_output(options: Options) -> None:
+    if options.proofs is not None and not options.faults:
+        raise ConfigError("--proofs is where --faults saves proofs: give --faults, too")
+    if options.faults and options.plot is not None:
+        raise ConfigError("--faults prints, --plot draws: give one of them")
+    for ending, given in (("--once", options.once), ("--faults", options.faults)):
+        for lasting, other in (("--log", options.log), ("--web", options.web), ("--bootstrap", options.bootstrap)):
+            if given and other:
+                raise ConfigError(f"{ending} prints and exits, {lasting} keeps running: give one of them")
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

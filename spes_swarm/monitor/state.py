@@ -23,15 +23,18 @@ from spes_swarm.protocol.members.round_metrics import Count, Metric, NotNegative
 
 SCHEMA_VERSION: Final = 1
 SHORT_ID_CHARS = 8
+MAX_WHY_CHARS = 300
 
 PeerActivity = Literal["training", "syncing", "waiting", "joining", "leaving", "left", "late"]
 Status = Literal["live", "no_peers", "replay"]
 RefusalKind = Literal["far_future", "forged", "malformed", "other_version", "oversized", "replayed"]
 
 _Positive = Annotated[int, Field(ge=1)]
-_PeerId = Annotated[str, Field(pattern="^[1-9A-HJ-NP-Za-km-z]{1,64}$")]
+PEER_ID: Final = "^[1-9A-HJ-NP-Za-km-z]{1,64}$"
+_PeerId = Annotated[str, Field(pattern=PEER_ID)]
 _Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # hex
 _PeerName = Annotated[str, Field(max_length=MAX_NAME_CHARS, pattern="^[^\\u0000-\\u001f\\u007f<>&\"'`\\\\\\[\\]]*$")]
+_FaultKind = Annotated[str, Field(pattern=FAULT_KIND)]
 
 
 def _median_length(seconds: Sequence[float]) -> float:
@@ -126,7 +129,36 @@ class Fault:
 
     time: NotNegative
     peer_id: Annotated[_PeerId, Field(description="of the reporter")]
-    kind: Annotated[str, Field(pattern=FAULT_KIND)]
+    kind: _FaultKind
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Excluded:
+    """A peer against which others say that they have the proof of a lie; see accusations.py."""
+
+    peer_id: _PeerId
+    name: Annotated[_PeerName, Field(description="as last seen, sanitised; may be empty")]
+    by: Annotated[_Positive, Field(description="present peers that say so")]
+    of: Annotated[_Positive, Field(description="present peers that could")]
+    since: Annotated[NotNegative, Field(description="when this monitor saw it first")]
+    verified: Annotated[bool, Field(description="whether this monitor has verified a proof; false: it may be slander")]
+    # What the proof shows; null without one.
+    round: Count | None = None
+    part: Count | None = None
+    why: Annotated[str | None, Field(max_length=MAX_WHY_CHARS)] = None
+    proof: Annotated[str | None, Field(description="the file of the proof; null: not saved")] = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WithoutDuty:
+    """A peer of which most others say that it has no duty: it reduces nothing and leads no round."""
+
+    peer_id: _PeerId
+    name: Annotated[_PeerName, Field(description="as last seen, sanitised; may be empty")]
+    by: Annotated[_Positive, Field(description="present peers that say so")]
+    of: Annotated[_Positive, Field(description="present peers that could")]
+    since: Annotated[Count, Field(description="round, lower median of what they say")]
+    kinds: Annotated[tuple[_FaultKind, ...], Field(description="the faults that they have seen")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +197,14 @@ class SwarmState(RoundMetrics):
     inner_steps: Annotated[_Positive | None, Field(description="local steps of each peer in the next round")] = None
     loss_round: Annotated[Count | None, Field(description="the round of train_loss; null: unknown")] = None
     eval_round: Annotated[Count | None, Field(description="the round of eval_loss; null: unknown")] = None
+    # Empty in such states. Without a present peer, as of the last one.
+    excluded: Annotated[
+        tuple[Excluded, ...], Metric("peers that others call excluded, proven or not", gauge="excluded_peers")
+    ] = ()
+    without_duty: Annotated[
+        tuple[WithoutDuty, ...],
+        Metric("peers of which most others say that they have no duty", gauge="peers_without_duty"),
+    ] = ()
 
     @property
     def num_peers(self) -> int:

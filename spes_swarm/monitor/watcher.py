@@ -22,11 +22,13 @@ from spes_swarm.base.address import best_first, peer_id_of, usable_peer_addresse
 from spes_swarm.base.errors import BootstrapError, ManifestError, NetworkProcessError, ProtocolError
 from spes_swarm.config.join_command import join_command
 from spes_swarm.config.manifest import Manifest
+from spes_swarm.monitor.evidence import MAX_BYTES
 from spes_swarm.monitor.verifier import Verifier
 from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.dht_records import accept, record_key, search
 from spes_swarm.network.link.known_peers import KnownPeers, checked_maddrs
 from spes_swarm.network.link.manifest_query import ask_for_manifest
+from spes_swarm.network.link.proof_query import fetch_proof
 from spes_swarm.network.link.reach import ReachService
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_dht import RunDht
@@ -201,6 +203,17 @@ class Watcher:
             self._dht.node.blacklist.clear()
             # This puts both nodes back into each other's routing tables.
             await asyncio.gather(*(self._dht.node.protocol.call_ping(PeerID.from_base58(peer)) for peer in answering))
+
+    # Proofs.
+
+    async def fetch_proof(self, peer_id: str, culprit: str) -> bytes:
+        """Fetches a proof from a peer; see proof_query.py."""
+        stall_s = self.manifest.run.round.stall_timeout_s
+        return await fetch_proof(self._daemon.p2p, peer_id, self.manifest.run_id, culprit, stall_s, MAX_BYTES)
+
+    def excludes(self, peer_id: str, round_number: int) -> bool:
+        """Returns False if the founder has pardoned a lie in this round, as far as this monitor has heard."""
+        return self._dht.door.members.exclusions.excludes(peer_id, round_number)
 
     # Addresses.
 

@@ -187,7 +187,7 @@ class Announcer:
         run = self.run_state
         reference, doubts = run.reference, run.tracks.conduct.doubts
         return [
-            DutyNote(peer=peer_id, since=since, kinds=list(doubts(peer_id, reference.round))[:4])
+            DutyNote(peer=peer_id, since=since, kinds=list(doubts(peer_id, reference.round))[:2])
             for peer_id, since in islice(run.roster.standing.without_duty.items(), MAX_DUTY_NOTES)
         ]
 

@@ -350,6 +350,8 @@ class RunServices(RunCommands):
             data=roster.data_positions(),
             routing_reports=reports,
             dead_votes=dead_votes,
+            excluded=tuple(self._state.tracks.conduct.proven),
+            without_duty=tuple(roster.standing.without_duty),
             publishing_periods=periods_to_wait(self._volunteers, volunteering[0], me) if volunteering else 0,
         )
 

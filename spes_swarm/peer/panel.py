@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -16,12 +17,18 @@ from rich.text import Text
 
 from spes_swarm.base.arguments import show_any_text
 from spes_swarm.base.wording import loss_with_error, plural, ranges
+from spes_swarm.metrics import events
 from spes_swarm.peer.output import lasting
+from spes_swarm.port.messages import SwarmView
+from spes_swarm.protocol.members.twin import TWIN
+from spes_swarm.protocol.rounds.track_record import STANDSTILL
 from spes_swarm.training.setup import TrainingStatus
 
 _LOGGER = logging.getLogger(__name__)
 _REFRESH_S = 0.5
 _MAX_FAULT_CHARS = 200
+_PEERS_SHOWN = 6
+View = Callable[[], SwarmView | None]
 
 
 class PeerConsole:
@@ -48,16 +55,22 @@ class PeerConsole:
         """True if a live panel can be shown."""
         return self._console.is_terminal
 
-    def live(self, status: TrainingStatus, title: str, metrics: Path) -> LivePanel:
-        """Returns a panel that shows `status` while it is open, and says that all faults are in the file `metrics`."""
-        return LivePanel(self._console, status, title, metrics)
+    def live(self, status: TrainingStatus, title: str, metrics: Path, view: View = lambda: None) -> LivePanel:
+        """Returns a panel that shows `status` while it is open, and says that all faults are in the file `metrics`.
+
+        `view`: what this peer knows of the others.
+        """
+        return LivePanel(self._console, status, title, metrics, view)
 
 
 class LivePanel:
     """Redraws the panel twice a second in its own thread; does nothing without a terminal."""
 
-    def __init__(self, console: Console, status: TrainingStatus, title: str, metrics: Path) -> None:
+    def __init__(
+        self, console: Console, status: TrainingStatus, title: str, metrics: Path, view: View = lambda: None
+    ) -> None:
         self._status = status
+        self._view = view
         self._title = title
         self._metrics = metrics
         shown = console.is_terminal and not console.quiet
@@ -104,6 +117,7 @@ class LivePanel:
             Text(f"{status.phase}, local step {status.step}", style="dim"),
         )
         faults = [Text(line, style="dim") for line in fault_lines(status, self._metrics)]
+        faults = [*(Text(line, style="yellow") for line in exclusion_lines(self._view())), *faults]
         return Panel(Group(table, below, *faults), title=Text(self._title), expand=False)
 
 
@@ -118,6 +132,24 @@ def fault_lines(status: TrainingStatus, metrics: Path) -> list[str]:
         return []
     fault = "".join(char if char.isprintable() else " " for char in status.last_fault)  # a peer may have worded it
     return [f"last fault: {fault}"[:_MAX_FAULT_CHARS], f"all faults: grep fault {metrics}"]
+
+
+def exclusion_lines(view: SwarmView | None) -> list[str]:
+    """Formats who is excluded, and who is without duty; nothing if nobody is."""
+    found = () if view is None else (("excluded", view.excluded), ("without duty", view.without_duty))
+    return [f"{what}: {_short_ids(peers)}" for what, peers in found if peers]
+
+
+def _short_ids(peers: Sequence[str]) -> str:
+    more = f" and {len(peers) - _PEERS_SHOWN} more" if len(peers) > _PEERS_SHOWN else ""
+    return ", ".join(peer_id[-8:] for peer_id in peers[:_PEERS_SHOWN]) + more
+
+
+def said_fault(fault: events.Fault) -> str | None:
+    """Formats a fault that is printed when it happens: an alarm, or a lie that excludes a peer; None for others."""
+    if fault.kind in (TWIN, STANDSTILL):
+        return fault.detail
+    return f"peer {fault.peer}: {fault.detail}" if fault.kind == "proven" else None
 
 
 def mfu_text(mfu: float | None) -> str:

@@ -22,13 +22,11 @@ from spes_swarm.metrics import events
 from spes_swarm.network.client import NetworkClient
 from spes_swarm.peer.join_request import draft_request
 from spes_swarm.peer.joining import Joining, SessionContext
-from spes_swarm.peer.panel import PeerConsole, interpreter
+from spes_swarm.peer.panel import PeerConsole, interpreter, said_fault
 from spes_swarm.peer.preflight import check_request
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.stop_signals import StopSignals
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.protocol.members.twin import TWIN
-from spes_swarm.protocol.rounds.track_record import STANDSTILL
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory, locked_identity
 from spes_swarm.storage.trackers import open_metrics
@@ -200,8 +198,8 @@ class Session:
             metrics.write(event)
             if isinstance(event, events.Fault):
                 status.note_fault(event.kind, event.detail)
-                if event.kind in (TWIN, STANDSTILL):
-                    self._console.say(event.detail)
+                if (words := said_fault(event)) is not None:
+                    self._console.say(words)
             elif isinstance(event, events.SyncProgress) and time.monotonic() - said_at > _SAY_PROGRESS_S:
                 said_at = time.monotonic()
                 self._console.say(
@@ -212,7 +210,7 @@ class Session:
         return listen
 
     def _train(self, trainer: Trainer, context: SessionContext, run_id: str) -> None:
-        with self._console.live(context.status, run_id, context.directory.metrics):
+        with self._console.live(context.status, run_id, context.directory.metrics, lambda: context.network.view):
             trainer.run()
         if trainer.run_is_over:
             self._console.say(f"run {run_id} is over: it ended with round {trainer.round}")

@@ -67,6 +67,9 @@ class SwarmView:
     # How many voices have judged their experts, and how many of them call each dead; see members/routing_report.py.
     routing_reports: int = 0
     dead_votes: Mapping[int, int] = field(default_factory=dict)
+    # Peers against which this peer has proofs, and those that most of its last group doubt.
+    excluded: tuple[str, ...] = ()
+    without_duty: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -67,11 +67,14 @@ class Host:
 
 
 @asynccontextmanager
-async def hosts(count: int, clients: Collection[int] = ()) -> AsyncIterator[list[Host]]:
-    """Daemons that know nothing of each other yet; those that are clients do not listen."""
+async def hosts(count: int, clients: Collection[int] = (), first: int = 0) -> AsyncIterator[list[Host]]:
+    """Daemons that know nothing of each other yet; those that are clients do not listen.
+
+    `first`: the number of the first one's identity.
+    """
     async with AsyncExitStack() as stack:
         started: list[Host] = []
-        for number in range(count):
+        for number in range(first, first + count):
             maddrs = ["/ip4/127.0.0.1/tcp/0"]
             host = Host(await Daemon.start(identity(number).path, maddrs, client_mode=number in clients))
             stack.push_async_callback(host.daemon.stop)

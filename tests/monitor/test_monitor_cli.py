@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,8 +14,11 @@ import jsonschema
 import pytest
 
 from spes_swarm.monitor.__main__ import main
+from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.history import History
 from spes_swarm.monitor.history_file import read_history
 from spes_swarm.monitor.schema import STATE_SCHEMA
+from spes_swarm.monitor.state import Excluded
 from spes_swarm.monitor.views.plot import plot_run
 from tests.helpers.histories import written
 from tests.helpers.monitoring import peer_id, points, swarm_state, troubled_state
@@ -54,6 +58,11 @@ def finished(tmp_path: Path) -> Path:
         (["--plot", "run.png"], "--plot draws a history file: give it with --replay FILE"),
         (["--replay", "nothing.sqlite"], "nothing.sqlite: no such file"),
         (["--replay", "nothing.sqlite", "--initial-peers", MADDR], "--initial-peers cannot be combined with --replay"),
+        (["--initial-peers", MADDR, "--proofs", "dir"], "--proofs is where --faults saves proofs: give --faults, too"),
+        (["--initial-peers", MADDR, "--faults", "--web", "127.0.0.1:80"], "--web keeps running: give one of them"),
+        (["--initial-peers", MADDR, "--faults", "--bootstrap"], "--faults prints and exits, --bootstrap keeps running"),
+        (["--replay", "nothing.sqlite", "--faults", "--proofs", "dir"], "--proofs cannot be combined with --replay"),
+        (["--replay", "nothing.sqlite", "--faults", "--plot", "run.png"], "--faults prints, --plot draws"),
         (["--history", "nothing.sqlite"], "--initial-peers is missing: give the address of a peer"),
     ],
 )
@@ -92,6 +101,24 @@ def test_a_replay_is_printed_as_a_screen_or_as_json(finished: Path, capsys: pyte
     (line,) = capsys.readouterr().out.splitlines()
     jsonschema.validate(json.loads(line), STATE_SCHEMA)
     assert json.loads(line)["status"] == "replay"
+
+
+def test_a_replay_says_who_was_excluded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.sqlite"
+    written(path, 3)
+    assert main(["--replay", str(path), "--faults"]) == 0
+    assert capsys.readouterr().out.endswith(": nobody is excluded or without duty\n")
+    eve = Excluded(
+        peer_id=peer_id(7), name="eve", by=2, of=3, since=1.7e9, verified=True, round=4, part=1, why="it lied"
+    )
+    history = History(path)
+    history.write(replace(troubled_state(), excluded=(eve,)), Known(), [], [], [])
+    history.close()
+    assert main(["--replay", str(path), "--faults"]) == 0
+    assert "lied in round 4, part 1: it lied" in " ".join(capsys.readouterr().out.split())
+    assert main(["--replay", str(path), "--faults", "--json"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert [one["peer_id"] for one in json.loads(line)["excluded"]] == [peer_id(7)]
 
 
 @pytest.mark.slow

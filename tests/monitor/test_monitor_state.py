@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from spes_swarm.monitor.schema import STATE_SCHEMA
-from spes_swarm.monitor.state import SwarmState, to_text
+from spes_swarm.monitor.state import Excluded, SwarmState, WithoutDuty, to_text
 from spes_swarm.monitor.views.prometheus import metrics_text
 from tests.helpers.monitoring import (
     RUN,
@@ -30,6 +30,14 @@ STATES = {
     "trouble": troubled_state(),
     "from a ledger": Watched().look({peer_id(0): progress(), peer_id(1): progress(name="\x1b[1m<b>")}),
     "routing": routing_state(),
+    "liars": swarm_state(
+        [peer_state(0)],
+        excluded=(
+            Excluded(peer_id=peer_id(7), name="", by=1, of=1, since=1.5, verified=False),
+            Excluded(peer_id=peer_id(8), name="x", by=1, of=1, since=1.5, verified=True, round=3, part=0, why="y"),
+        ),
+        without_duty=(WithoutDuty(peer_id=peer_id(9), name="z", by=1, of=1, since=2, kinds=("late",)),),
+    ),
     "thousand": swarm_state([peer_state(n) for n in range(1000)]),
 }
 
@@ -83,7 +91,13 @@ def test_the_schema_refuses_a_name_that_is_not_harmless(name: str) -> None:
 def test_every_field_is_required_and_described_by_the_schema() -> None:
     state = STATES["three"].to_json()
     assert set(STATE_SCHEMA["required"]) == set(STATE_SCHEMA["properties"]) == set(state)
-    for name, value in (("peer", state["peers"][0]), ("expert", state["experts"][0])):
+    liars = STATES["liars"].to_json()
+    for name, value in (
+        ("peer", state["peers"][0]),
+        ("expert", state["experts"][0]),
+        ("excluded", liars["excluded"][0]),
+        ("without_duty", liars["without_duty"][0]),
+    ):
         definition = STATE_SCHEMA["$defs"][name]
         assert set(definition["required"]) == set(definition["properties"]) == set(value)
 
@@ -118,6 +132,8 @@ def test_the_official_parser_reads_the_metrics_of_every_state(name: str) -> None
     )
     for peer in state.peers:
         assert read["spes_swarm_peer_tokens_per_second", peer.peer_id, ""] == peer.tokens_per_second
+    assert read["spes_swarm_excluded_peers", "", ""] == len(state.excluded)
+    assert read["spes_swarm_peers_without_duty", "", ""] == len(state.without_duty)
     for kind, count in state.refused.items():
         assert read["spes_swarm_refused_records_total", "", kind] == count
 

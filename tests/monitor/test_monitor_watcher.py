@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import sqlite3
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hivemind.dht import DHTNode
 from hivemind.dht.protocol import DHTProtocol
@@ -20,18 +23,28 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 
 from spes_swarm.base.errors import BootstrapError, ManifestError, ProtocolError, VersionError
 from spes_swarm.monitor import watcher as watcher_module
+from spes_swarm.monitor.__main__ import _watch
 from spes_swarm.monitor.collector import Collector
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.history_file import read_meta
+from spes_swarm.monitor.options import parse_options
 from spes_swarm.monitor.watcher import NetworkOptions, Watcher, open_watcher
 from spes_swarm.network.link.clock import Timekeeper
 from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.dht_records import Records, RunRecordValidator, record_key
+from spes_swarm.network.link.proof_query import stream_name
 from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.link.wire import Channel, Guests, serve_channel
+from spes_swarm.network.round.proofs import Proofs
+from spes_swarm.protocol.admission.exclusion import Exclusions
+from spes_swarm.protocol.averaging.commitments import Exchange
+from spes_swarm.protocol.averaging.proof import open_proof
 from spes_swarm.protocol.members.signed import seal
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from tests.helpers.histories import manifest
 from tests.helpers.monitoring import figures, lease, progress, report
 from tests.helpers.rounds import identity
+from tests.helpers.signed_exchange import hold_exchange
 
 pytestmark = pytest.mark.slow
 
@@ -282,6 +295,75 @@ async def entry_point() -> None:
                 await peer.publish()
             assert second.manifest.run_id == manifest().run_id
             assert set((await second.read_records()).progress) == {identity(0).peer_id, identity(1).peer_id}
+
+
+async def proven_liar(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exchange = Exchange(manifest().run_id, 7, bytes(32))
+    data = hold_exchange(np.random.default_rng(0), exchange=exchange, lie=lambda mean_N: -mean_N)[0].wrong_result()
+    culprit = identity(0).peer_id
+    async with node(1) as accuser:
+        run_state: Any = SimpleNamespace(
+            run_id=manifest().run_id,
+            run=SimpleNamespace(round=SimpleNamespace(stall_timeout_s=30.0)),
+            settings=SimpleNamespace(proofs=None),
+            tracks=SimpleNamespace(conduct=SimpleNamespace(proven=Exclusions())),
+        )
+        strangers = Guests(admits=lambda peer_id: True, is_member=lambda peer_id: False)
+        proofs = Proofs(accuser.daemon.p2p, run_state, ignore, strangers)
+        await proofs.start()
+        await accuser.publish(name="ada", proven=[culprit])
+        arguments = ["--initial-peers", accuser.maddr, "--faults"]
+        await _watch(parse_options(arguments))  # it has no such proof
+        shown = capsys.readouterr().out
+        assert " unproven " in shown
+        assert f"{culprit}: not verified: this monitor has got no proof" in shown
+        await proofs.add(data)
+        await accuser.publish(name="ada", proven=[culprit])
+        await _watch(parse_options([*arguments, "--proofs", str(folder), "--json"]))
+        (one,) = json.loads(capsys.readouterr().out)["excluded"]
+    assert (one["peer_id"], one["verified"], one["by"], one["of"], one["round"]) == (culprit, True, 1, 1, 7)
+    assert one["why"] == open_proof(data).what
+    assert Path(one["proof"]).parent == folder
+    assert Path(one["proof"]).read_bytes() == data
+
+
+def test_a_stranger_gets_the_proof_verifies_and_saves_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(proven_liar(tmp_path / "proofs", capsys))
+
+
+async def refused_proof() -> None:
+    async with node(1) as member:
+        door = Guests(admits=lambda peer_id: False, is_member=lambda peer_id: False)
+
+        async def serve(channel: Channel) -> None:
+            raise AssertionError("served a stranger")
+
+        await serve_channel(member.daemon.p2p, stream_name(manifest().run_id), serve, 30.0, ignore, door)
+        async with watching(options(member.maddr)) as watcher:
+            with pytest.raises(ProtocolError, match="refuses to send its proofs"):
+                await watcher.fetch_proof(member.identity.peer_id, identity(0).peer_id)
+
+
+def test_a_private_run_refuses_its_proofs_to_a_stranger() -> None:
+    run(refused_proof())
+
+
+@pytest.mark.parametrize("endless", [b"", bytes(1 << 20)], ids=["nothing", "too much"])
+def test_a_peer_that_sends_for_ever_is_cut_off(endless: bytes) -> None:
+    async def test() -> None:
+        async with node(1) as member:
+
+            async def serve(channel: Channel) -> None:
+                while True:
+                    await channel.send(Frame(FrameKind.DATA, payload=endless))
+
+            everybody = Guests(admits=lambda peer_id: True, is_member=lambda peer_id: False)
+            await serve_channel(member.daemon.p2p, stream_name(manifest().run_id), serve, 30.0, ignore, everybody)
+            async with watching(options(member.maddr)) as watcher:
+                with pytest.raises(ProtocolError, match="at most 16777216 bytes"):
+                    await watcher.fetch_proof(member.identity.peer_id, identity(0).peer_id)
+
+    run(test())
 
 
 async def invited(path: Path) -> None:

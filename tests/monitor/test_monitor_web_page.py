@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, expect, sync_playwright
 
 from scripts.testing.synthetic_swarm import SyntheticSwarm
+from spes_swarm.monitor.state import Excluded, WithoutDuty
 from tests.helpers.browser import CHROMIUM, FLAGS, Visit
 from tests.helpers.served_monitor import PATIENCE_S, Served, a_swarm
 
@@ -231,10 +232,35 @@ def test_the_health_of_the_routers_is_shown_and_the_dead_are_named(visit: Visit)
 
 
 @pytest.mark.slow
+def test_who_is_excluded_or_without_duty_is_a_box_that_is_there_only_then(served: Served, visit: Visit) -> None:
+    page = visit.open(served)
+    box = page.get_by_role("status").filter(has=page.get_by_role("heading", name="Excluded or without duty"))
+    expect(page.locator("#accused-box")).to_be_hidden()
+    peers = [peer.peer_id for peer in served.swarm.state().peers]
+    claim = Excluded(peer_id=peers[0], name=HOSTILE, by=1, of=7, since=1.7e9, verified=False)
+    proven = replace(claim, peer_id=peers[1], name="", verified=True, round=12, part=3, why=HOSTILE, proof="a.proof")
+    idle = WithoutDuty(peer_id=peers[2], name="eve", by=4, of=6, since=9, kinds=("late", "missing"))
+    served.tell(excluded=(claim, replace(claim, by=4), proven), without_duty=(idle,))
+    expect(box.get_by_role("listitem")).to_have_text(
+        [
+            f"Claimed by 1 of 7: {HOSTILE} is excluded. No proof verified.",
+            f"Excluded: {HOSTILE}, named by 4 of 7. No proof verified.",
+            f"Excluded: {peers[1][-8:]} lied in round 12, part 3: {HOSTILE}. Named by 1 of 7; proof verified.",
+            "Without duty: eve since round 9, say 4 of 6 (late, missing).",
+        ]
+    )
+    assert page.evaluate("window.owned") is None
+    served.tell()
+    expect(page.locator("#accused-box")).to_be_hidden()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("visit", [{"viewport": PHONE, "has_touch": True}], indirect=True)
 def test_a_phone_needs_no_sideways_scrolling(served: Served, visit: Visit) -> None:
     page = visit.open(served)
-    served.tell(peers=tuple(replace(peer, name="W" * 32) for peer in served.swarm.state().peers))
+    accused = Excluded(peer_id="Q" * 64, name="W" * 40, by=1, of=2, since=1.7e9, verified=True, why="W" * 300)
+    peers = tuple(replace(peer, name="W" * 32) for peer in served.swarm.state().peers)
+    served.tell(peers=peers, excluded=(accused,))
     expect(page.locator("#peers-body .peer-name").first).to_contain_text("WWW")
     for width in (390, 320, 768, 1440):
         page.set_viewport_size({"width": width, "height": 844})

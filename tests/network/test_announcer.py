@@ -12,7 +12,7 @@ from spes_swarm.config.manifest import found_run
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence, RoundLosses
-from spes_swarm.protocol.members.records import Progress, RecentFaults, Record, Rounds
+from spes_swarm.protocol.members.records import DutyNote, Progress, RecentFaults, Record, Rounds
 from spes_swarm.protocol.members.routing_report import RoutingReport
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.rounds import identity
@@ -109,3 +109,35 @@ def test_what_peers_decide_on_is_apart_from_what_they_measure() -> None:
     }
     assert asyncio.run(announce(RoutingReport(num_dead=0))).dead == []  # all are alive
     assert asyncio.run(announce(RoutingReport())).dead is None  # nobody knows yet: no vote
+
+
+def test_a_record_says_who_is_excluded_and_who_is_without_duty_and_why() -> None:
+    layout, me = tiny_layout(), identity(0)
+    settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
+    run_state = RunState.of(me, settings)
+    for vector in vectors:
+        vector.close()
+    conduct = run_state.tracks.conduct
+    for n in range(10):
+        conduct.proven.note_lie(f"liar {n}", n)
+    conduct.proven.pardon("liar 9", 9)
+    for round_number in range(2):
+        conduct.note_stall("idle 1", round_number)
+    run_state.roster.standing.without_duty = {f"idle {n}": 3 + n for n in range(6)}
+
+    async def announce() -> Record:
+        announcer = Announcer(run_state, RecentFaults(time.time), time.time, lambda: True, unexpected)
+        dht: Any = SlowDht()
+        announcer.open(dht)
+        announcer.set_presence(presence(7))
+        await announcer.publish_progress()
+        (record,) = dht.stored
+        assert isinstance(record, Record)
+        return record
+
+    record = asyncio.run(announce())
+    assert isinstance(record, Progress)
+    assert record.proven == [f"liar {n}" for n in range(1, 9)]  # the newest
+    kinds = [conduct.doubts(f"idle {n}", 0) for n in range(3)]
+    assert kinds[1]
+    assert record.without_duty == [DutyNote(peer=f"idle {n}", since=3 + n, kinds=list(kinds[n])) for n in range(3)]

@@ -9,7 +9,7 @@ import sys
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,13 @@ from spes_swarm.protocol.admission.grants import MAX_ADMISSION_BYTES
 from spes_swarm.protocol.members.identity import Identity, verify
 from spes_swarm.protocol.members.record_cache import VerifiedRecords
 from spes_swarm.protocol.members.records import (
+    MAX_DUTY_NOTES,
     MAX_EXPERTS,
     MAX_FAULTS,
+    MAX_PEER_ID_CHARS,
+    MAX_PROVEN,
     MAX_SOURCES,
+    DutyNote,
     FaultNote,
     Lease,
     Progress,
@@ -110,6 +114,8 @@ def test_the_largest_record_that_the_schemas_allow_is_accepted() -> None:
         faults=[FaultNote(at=1e300, kind="x" * 24)] * MAX_FAULTS,
         telemetry=crowded_telemetry(),
         admission=bytes(MAX_ADMISSION_BYTES),
+        proven=["Q" * MAX_PEER_ID_CHARS] * MAX_PROVEN,
+        without_duty=[DutyNote(peer="Q" * MAX_PEER_ID_CHARS, since=most, kinds=["x" * 24] * 2)] * MAX_DUTY_NOTES,
     )
     assert VALIDATOR.validate(dht_record(message, expires, key=record_key(RUN, "progress"), kind="progress"))
     # With the largest key that is allowed, which is longer by 256 bytes, as is its signature.
@@ -117,9 +123,9 @@ def test_the_largest_record_that_the_schemas_allow_is_accepted() -> None:
 
 
 def crowded_telemetry() -> dict[str, float]:
-    """All metrics that there are, and a dozen that there may be."""
+    """All metrics that there are, and a few that there may be."""
     there = [field.name for field in fields(PeerMetrics)]
-    return dict.fromkeys([*there, *(f"metric_{n:02}" + "x" * 31 for n in range(12))], sys.float_info.max)
+    return dict.fromkeys([*there, *(f"metric_{n:02}" + "x" * 31 for n in range(11))], sys.float_info.max)
 
 
 def crowded_rounds(number: int) -> Rounds:
@@ -131,10 +137,19 @@ def crowded_rounds(number: int) -> Rounds:
     return Rounds.model_validate(msgpack.unpackb(packed))
 
 
-def test_no_record_takes_more_memory_than_the_cache_counts() -> None:
+def accusing_progress(number: int) -> Progress:
+    """With as many accusations as fit, in memory of their own."""
+    peers = [f"{number:04}{n:042}" for n in range(MAX_PROVEN)]
+    notes = [{"peer": p[::-1], "since": 1 << 60, "kinds": [f"{p[:4]}-{n}" for n in range(4)]} for p in peers]
+    record = progress(soon()).model_dump() | {"proven": peers, "without_duty": notes[:MAX_DUTY_NOTES]}
+    return Progress.model_validate(msgpack.unpackb(msgpack.packb(record)))
+
+
+@pytest.mark.parametrize("crowded", [crowded_rounds, accusing_progress])
+def test_no_record_takes_more_memory_than_the_cache_counts(crowded: Callable[[int], Record]) -> None:
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    records = [crowded_rounds(number) for number in range(10)]
+    records = [crowded(number) for number in range(10)]
     used = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert used <= sum(map(_num_bytes, records))

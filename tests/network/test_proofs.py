@@ -11,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hivemind.p2p import P2P
 
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link.proof_query import fetch_proof
 from spes_swarm.network.round import proofs as proofs_module
 from spes_swarm.network.round.proofs import Proofs
 from spes_swarm.protocol.averaging.proof import open_proof
@@ -34,6 +36,7 @@ class Keeper:
     """A peer with proofs."""
 
     peer_id: str
+    p2p: P2P
     run: Any
     proofs: Proofs = field(init=False)
     faults: list[tuple[str, ProtocolError]] = field(default_factory=list)
@@ -74,7 +77,7 @@ async def keepers(*folders: Path | None) -> AsyncIterator[list[Keeper]]:
                 tracks=TrackRecords(),
                 roster=SimpleNamespace(standing=standing),
             )
-            keeper = Keeper(host.peer_id, state)
+            keeper = Keeper(host.peer_id, host.daemon.p2p, state)
             keeper.proofs = Proofs(host.daemon.p2p, state, lambda *fault, to=keeper: to.faults.append(fault), MEMBERS)  # type: ignore[arg-type]
             keeper.proofs.on_new = keeper.tell
             await keeper.proofs.start()
@@ -223,8 +226,9 @@ def test_nobody_gets_proofs_without_end(is_member: bool, monkeypatch: pytest.Mon
             first.proofs._guests = replace(MEMBERS, is_member=lambda peer_id: is_member)
             await first.proofs.add(A_PROOF)
             for _ in range(2):
-                assert await second.proofs._fetch_data(first.peer_id, LIAR.peer_id) == A_PROOF
-            assert await second.proofs._fetch_data(first.peer_id, LIAR.peer_id) == b""
+                assert await fetch_proof(second.p2p, first.peer_id, RUN_ID, LIAR.peer_id, STALL_S) == A_PROOF
+            with pytest.raises(ProtocolError, match="refuses to send its proofs"):
+                await fetch_proof(second.p2p, first.peer_id, RUN_ID, LIAR.peer_id, STALL_S)
             assert [error.kind for _, error in first.faults] == ["proven", "budget"]
 
     run(test)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from spes_swarm.peer.panel import LivePanel, round_line
+from spes_swarm.metrics import events
+from spes_swarm.peer.panel import LivePanel, round_line, said_fault
+from spes_swarm.port.messages import SwarmView
+from spes_swarm.protocol.members.twin import TWIN
+from spes_swarm.protocol.rounds.track_record import STANDSTILL
 from spes_swarm.training.setup import TrainingStatus
 
 
@@ -24,11 +29,11 @@ def test_the_line_of_a_round_has_the_eval_loss_only_if_it_was_measured_then() ->
     assert round_line(TrainingStatus(round=1)).startswith("round 1: 1 peer, loss -, 0 tokens/s, ")
 
 
-def shown(of: TrainingStatus) -> str:
+def shown(of: TrainingStatus, view: SwarmView | None = None) -> str:
     """The panel as text, with single spaces."""
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=100, color_system=None)
-    with LivePanel(console, of, "title", Path("runs/me/metrics.jsonl")):
+    with LivePanel(console, of, "title", Path("runs/me/metrics.jsonl"), lambda: view):
         pass
     return " ".join(output.getvalue().split())
 
@@ -55,3 +60,26 @@ def test_the_panel_names_the_last_fault_and_where_all_are() -> None:
     assert "last fault: dead_expert: expert 7 of layer 1 is dead [2J [bold]" in panel  # without control characters
     assert "all faults: grep fault runs/me/metrics.jsonl" in panel
     assert "no peer answered" not in panel
+
+
+def view(**changes: Any) -> SwarmView:
+    return SwarmView(3, 3, 3, 0, 0.0, 0.0, 0.0, 0, 8, **changes)
+
+
+def test_the_panel_names_who_is_excluded_or_without_duty_if_anybody_is() -> None:
+    for nobody in (None, view()):
+        assert "excluded" not in shown(status(23), nobody)
+        assert "without duty" not in shown(status(23), nobody)
+    many = tuple(f"QmPeer{n:08}" for n in range(8))
+    panel = shown(status(23), view(excluded=("QmSomebodyLiar1234",), without_duty=many))
+    assert "excluded: Liar1234 " in panel
+    assert "without duty: 00000000, 00000001, 00000002, 00000003, 00000004, 00000005 and 2 more" in panel
+
+
+def test_a_lie_is_printed_with_the_peer_once_and_other_faults_are_not() -> None:
+    def said(kind: str) -> str | None:
+        return said_fault(events.Fault(kind=kind, peer="QmLiar", detail="it lied in round 7; it is excluded"))
+
+    assert said("proven") == "peer QmLiar: it lied in round 7; it is excluded"
+    assert said(TWIN) == said(STANDSTILL) == "it lied in round 7; it is excluded"
+    assert said("duty") is said("audit") is None

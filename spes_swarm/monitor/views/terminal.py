@@ -15,7 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from spes_swarm.base.wording import amount, cut, loss, plural, ranges, seconds, with_error
-from spes_swarm.monitor.figures import agreement, curve, dead_experts, name_of, peer_words, refusals, routing_words
+from spes_swarm.monitor.figures import (
+    accusations,
+    agreement,
+    curve,
+    dead_experts,
+    name_of,
+    peer_words,
+    refusals,
+    routing_words,
+)
 from spes_swarm.monitor.state import ExpertState, HistoryPoint, PeerActivity, PeerState, StateSource, SwarmState
 from spes_swarm.protocol.rounds.track_record import STANDSTILL
 
@@ -25,6 +34,7 @@ _CURVE_HEIGHT: Final = 3
 _AXIS_CHARS: Final = 9
 _BAR_CHARS: Final = 16
 _FAULTS_SHOWN: Final = 3
+_ACCUSED_SHOWN: Final = 5
 _LEAST_PEERS: Final = 3
 _FEW_EXPERTS: Final = 48  # up to this many there is room for the figures of each
 _DOTS: Final = 16  # a row of a map has a multiple of this
@@ -225,7 +235,10 @@ def _style(expert: ExpertState) -> str:
 
 
 def _troubles(state: SwarmState) -> list[RenderableType]:
-    lines: list[RenderableType] = []
+    accused = list(accusations(state).values())
+    lines: list[RenderableType] = [Text(line, "yellow") for line in accused[:_ACCUSED_SHOWN]]
+    if len(accused) > _ACCUSED_SHOWN:
+        lines.append(Text(f"and {len(accused) - _ACCUSED_SHOWN} more: --faults lists all", "dim"))
     for fault in state.faults[-_FAULTS_SHOWN:]:
         at = time.strftime("%H:%M:%S", time.localtime(fault.time))
         style = "bold red" if fault.kind == STANDSTILL else "yellow"
@@ -288,6 +301,8 @@ def changes(before: SwarmState | None, state: SwarmState, history: Sequence[Hist
     lines += [f"{name} is dead" for name in dead if name not in known_dead]
     if any(peer.dead_experts is not None for peer in state.peers):  # otherwise nobody has said so
         lines += [f"{name} gets tokens again" for name in known_dead if name not in dead]
+    known_accused = accusations(before) if before is not None else {}
+    lines += [line for key, line in accusations(state).items() if key not in known_accused]
     if before is not None and before.refused != state.refused:
         lines.append(f"records refused: {refusals(state)}")
     return lines

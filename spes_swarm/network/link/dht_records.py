@@ -46,7 +46,7 @@ _MAX_STRANGERS_BYTES = 4 << 20
 
 def _num_bytes(record: Record) -> int:
     """A generous estimate of the memory that a decoded record takes."""
-    sizes = {"experts": 40, "telemetry": 160, "figures": 600}
+    sizes = {"experts": 40, "telemetry": 160, "figures": 600, "proven": 80, "without_duty": 850}
     return 4096 + sum(each * len(getattr(record, name, ())) for name, each in sizes.items())
 
 

@@ -22,7 +22,9 @@ from hivemind.p2p import P2P
 from spes_swarm.base.address import host_of
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.rate_limit import Budgets
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
+from spes_swarm.network.link.proof_query import FRAME_BYTES as _FRAME_BYTES
+from spes_swarm.network.link.proof_query import fetch_proof, stream_name
+from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, serve_channel
 from spes_swarm.network.run_state import RunState
 from spes_swarm.protocol.averaging.proof import MAX_PROOF_BYTES, Proof, open_proof
 from spes_swarm.protocol.members.records import Progress
@@ -31,7 +33,6 @@ from spes_swarm.storage.proofs import ProofFolder
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_HELLO_BYTES = 1024
-_FRAME_BYTES = 1 << 20
 _PAUSE_S = 600.0  # before a peer is asked again that listed culprits and had no proof
 # Of others, against peers that have taken part in no round and that few members name.
 _MAX_ABOUT_STRANGERS, _MAX_BYTES_ABOUT_STRANGERS = 16, 16 << 20
@@ -49,7 +50,7 @@ class Proofs:
         self._guests = guests
         self.on_new: Callable[[], None] = lambda: None
         self.inviter: Callable[[str], str] = lambda peer_id: ""  # who has invited a peer, in words
-        self._name = f"{run.run_id}/proofs"
+        self._name = stream_name(run.run_id)
         self._stall_s = run.run.round.stall_timeout_s
         self._folder = None if run.settings.proofs is None else ProofFolder(run.settings.proofs)
         self._known: dict[str, Path | bytes] = {}  # by culprit
@@ -160,20 +161,10 @@ class Proofs:
 
     async def _fetch(self, peer_id: str, culprit: str, *, is_trusted: bool) -> None:
         with suppress(*STREAM_ERRORS, ProtocolError):
-            data = await self._fetch_data(peer_id, culprit)
+            data = await fetch_proof(self._p2p, peer_id, self._run.run_id, culprit, self._stall_s)
             if await self.add(data, is_trusted=is_trusted):
                 return
         self._not_before[peer_id] = time.monotonic() + _PAUSE_S
-
-    async def _fetch_data(self, peer_id: str, culprit: str) -> bytes:
-        data = bytearray()
-        async with open_channel(self._p2p, peer_id, self._name, self._stall_s) as channel:
-            await channel.send_hello(culprit=culprit)
-            while (frame := await channel.receive(_FRAME_BYTES)).kind is FrameKind.DATA:
-                data += frame.payload
-                if len(data) > MAX_PROOF_BYTES:
-                    raise ProtocolError("oversized", f"a proof of more than {MAX_PROOF_BYTES} bytes")
-        return bytes(data)
 
     async def _serve(self, channel: Channel) -> None:
         culprit = (await channel.receive_hello(_MAX_HELLO_BYTES)).get("culprit")

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, model_validator
 
 from spes_swarm.base.names import FAULT_KIND
-from spes_swarm.protocol.admission.grants import MAX_ADMISSION_BYTES, MAX_PEER_ID_CHARS
+from spes_swarm.protocol.admission.grants import MAX_ADMISSION_BYTES
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.round_metrics import (
     MetricName,
@@ -31,7 +31,8 @@ MAX_FAULTS = 4
 MAX_SOURCES = 16  # of a mixture
 MAX_METRICS = 64
 MAX_ROUNDS = 16  # in a report of rounds
-MAX_PROVEN, MAX_DUTY_NOTES = 8, 4
+MAX_PROVEN, MAX_DUTY_NOTES = 8, 3
+MAX_PEER_ID_CHARS = 46  # exactly as many has the id of an RSA key
 _MAX_FIGURES = 300  # of all rounds together; each takes 9 bytes of the 6144 that a record may have
 _RECENT_S = 60.0
 
@@ -89,7 +90,7 @@ class DutyNote(SignedModel):
 
     peer: _PeerId
     since: _Count  # round
-    kinds: Annotated[list[Annotated[str, Field(pattern=FAULT_KIND)]], Field(max_length=4)]  # the faults seen here
+    kinds: Annotated[list[Annotated[str, Field(pattern=FAULT_KIND)]], Field(max_length=2)]  # of the faults seen here
 
 
 class Progress(Record):

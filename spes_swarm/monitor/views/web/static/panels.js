@@ -1,4 +1,4 @@
-// Consensus, faults, refused records, and how to join.
+// Consensus, who is excluded, faults, refused records, and how to join.
 
 import { byId, fillList, make, setAttribute, setHidden, setText } from "./dom.js";
 import * as format from "./format.js";
@@ -27,6 +27,7 @@ export class Panels {
   draw() {
     if (this._store.head === null) return;
     this._drawConsensus();
+    this._drawAccused();
     this._drawFaults();
     this._drawRefused();
     this._drawJoin();
@@ -52,6 +53,30 @@ export class Panels {
     setText(verdict, text);
     setText(byId("verdict-note"), digest === null ? "" : `${format.plural(agree, "peer")} at the swarm's round: ${digest.slice(0, 16)}…`);
     fillList(byId("differ"), differ, () => make("li"), (item, id) => setText(item, this._name(id)));
+  }
+
+  /** What only few say, and no proof shows, is worded as their claim. */
+  _drawAccused() {
+    const { excluded, without_duty: idle } = this._store.head;
+    const name = (one) => one.name || one.peer_id.slice(-8);
+    const by = (one) => `${format.whole(one.by)} of ${format.whole(one.of)}`;
+    const lines = excluded.map((one) => {
+      const text = one.verified
+        ? `Excluded: ${name(one)} lied in round ${one.round}, part ${one.part}: ${one.why}. Named by ${by(one)}; proof verified.`
+        : 2 * one.by > one.of
+          ? `Excluded: ${name(one)}, named by ${by(one)}. No proof verified.`
+          : `Claimed by ${by(one)}: ${name(one)} is excluded. No proof verified.`;
+      return { text, title: `${one.peer_id}, first seen ${format.dateTime(one.since)}${one.proof ? `, ${one.proof}` : ""}` };
+    });
+    for (const one of idle) {
+      const kinds = one.kinds.length ? ` (${one.kinds.join(", ")})` : "";
+      lines.push({ text: `Without duty: ${name(one)} since round ${format.whole(one.since)}, say ${by(one)}${kinds}.`, title: one.peer_id });
+    }
+    setHidden(byId("accused-box"), lines.length === 0);
+    fillList(byId("accused"), lines, () => make("li"), (item, { text, title }) => {
+      setText(item, text);
+      setAttribute(item, "title", title);
+    });
   }
 
   _drawFaults() {
