@@ -173,7 +173,7 @@ def measure(peers: list[LocalPeer], hostile: list[str], kind: str, seed: int, be
         parts_missing=sum(event["parts_missing"] for event in committed),
         proven_in=[[proven_in(peer, attacker) for peer in peers] for attacker in hostile],
         last_shared=[
-            max(number for number, event in peer.rounds().items() if event["peers"] == len(peers) + len(hostile))
+            max([0, *(n for n, event in peer.rounds().items() if event["peers"] == len(peers) + len(hostile))])
             for peer in peers
             if kind in MEMBERS
         ],

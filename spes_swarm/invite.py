@@ -155,9 +155,7 @@ class _Office:
         try:
             if grant.peer:
                 if any(isinstance(act, Revoke) and act.target.peer == grant.peer for act in self._acts):
-                    raise ConfigError(
-                        f"{grant.peer} has been excluded, which cannot be undone: it needs a new identity"
-                    )
+                    raise ConfigError(f"{grant.peer} has been revoked, which cannot be undone: it needs a new identity")
                 when = self._publish(allow(extend(chain, signer, run_id, grant)))
                 yield f"admitted {grant.peer} ({terms}); {when}"
                 return

@@ -4,14 +4,16 @@
     python -m spes_swarm.proof FILE --pardon --output-dir runs/founder
 
 Prints for each file who lied, in which run, round and part, and how. The exit code is 1 if a file proves nothing. With
---pardon, the founder of the run forgives these lies and those before: their authors may take part again.
+--pardon, the founder of the run forgives these lies, and all up to its last round: their authors may take part again.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +36,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("files", type=Path, nargs="+", metavar="FILE", help="a proof")
     add("--pardon", action="store_true", help="forgive what is proven; only the founder of the run can")
     add("--output-dir", type=Path, metavar="DIR", help="with --pardon: of the founder's peer, which may be running")
-    add("--identity", metavar="FILE", help="with --pardon: identity file of that peer, if it is not in its directory")
+    add("--identity", metavar="FILE", help="with --pardon: identity file of that peer, if it is stored elsewhere")
     options = parser.parse_args(arguments)
     if options.pardon != (options.output_dir is not None) or (options.identity and not options.pardon):
         raise ConfigError("a pardon takes --pardon and the founder's --output-dir")
@@ -63,13 +65,25 @@ def _pardon(proofs: Sequence[Proof], output_dir: Path, identity: str | None) -> 
     if strange := [proof.run_id for proof in proofs if proof.run_id != manifest.run_id]:
         raise UserError(f"the founder of {manifest.run_id} cannot pardon lies in run {strange[0]}")
     rounds: dict[str, int] = {}
+    reached = _last_round(directory.metrics)  # others may have proofs of other lies
     for proof in proofs:
-        rounds[proof.culprit] = max(proof.round, rounds.get(proof.culprit, 0))
+        rounds[proof.culprit] = max(proof.round, rounds.get(proof.culprit, reached))
     for peer_id, last in rounds.items():
         when = publish_act(
             directory, pardon(founder, manifest.run_id, Pardon(peer=peer_id, round=last, at=time.time()))
         )
         print(f"pardoned {peer_id} for its lies up to round {last}; {when}", flush=True)
+
+
+def _last_round(metrics: Path) -> int:
+    """The last round in a peer's events; 0 if there is none."""
+    number = 0
+    with suppress(OSError), metrics.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError):
+                event = json.loads(line) if '"round"' in line else {}
+                number = max(number, int(event["round"]) if event["event"] == "round" else 0)
+    return number
 
 
 def _verify(path: Path) -> Proof | None:

@@ -213,7 +213,7 @@ class Watcher:
 
     def excludes(self, peer_id: str, round_number: int) -> bool:
         """Returns False if the founder has pardoned a lie in this round, as far as this monitor has heard."""
-        return self._dht.door.members.exclusions.excludes(peer_id, round_number)
+        return not self._dht.door.members.exclusions.is_pardoned(peer_id, round_number)
 
     # Addresses.
 

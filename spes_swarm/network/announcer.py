@@ -150,7 +150,10 @@ class Announcer:
     def _progress(self, presence: Presence) -> Progress:
         expires = self._next_expiration("progress", self._config.progress_ttl_s)
         self.twins.wrote(expires, self.now())
-        routing = presence.routing
+        routing, exclusions = presence.routing, self.run_state.tracks.conduct.exclusions
+        # If there is not room for all: those that have taken part in rounds, and of these the newest.
+        is_member = self.run_state.roster.standing.is_member
+        proven = sorted(exclusions.culprits, key=is_member)[-MAX_PROVEN:]
         return Progress(
             expires=expires,
             name=presence.name,
@@ -166,7 +169,8 @@ class Announcer:
             data=list(presence.data),
             dead=list(routing.dead) if routing.num_dead is not None else None,
             admission=self.run_state.settings.admission,
-            proven=list(self.run_state.tracks.conduct.proven)[-MAX_PROVEN:],
+            proven=proven,
+            proven_in=[exclusions.lie_of(peer_id) for peer_id in proven],
             without_duty=self._duty_notes(),
             in_round=self.in_round,
             expert_loads=routing.loads,

@@ -89,9 +89,7 @@ class RunServices(RunCommands):
         self._greetings = Greetings(rpc, state.roster, self._known_peers, self._own_maddrs, daemon.connections)
         guests = Guests(admits=door.admits, is_member=state.is_member)
         limits, stall_s = ExchangeLimits.of(run.round), run.round.stall_timeout_s
-        # Whoever is excluded during an exchange ends it: the others would miss the parts that it reduces.
-        exchanging = Guests(lambda peer: door.admits(peer) or peer in state.group, state.is_member)
-        self._exchange = Exchange(p2p, rpc, state.run_id, limits, self._on_fault, exchanging)
+        self._exchange = Exchange(p2p, rpc, state.run_id, limits, self._on_fault, guests)
         self._exchange.slack_s = lambda: state.roster.standing.grace_s
         self._exchange.on_late = lambda: listener.report("the exchange has exceeded its first deadline")
         self._audits = Audits(p2p, state, self._on_fault, guests, lambda: self._exchange.current)
@@ -120,6 +118,7 @@ class RunServices(RunCommands):
         )
         self._announcer = Announcer(state, self._faults, self._dht.now, lambda: self.reachable, self._on_fault)
         self._audits.proofs.on_new, self._audits.proofs.inviter = self._announcer.announce_soon, door.members.inviter
+        door.on_refusal = self._audits.proofs.ask_about_me
         self._catching_up = CatchingUp(state, self._transfer, self.refresh)
         self._token_count = TokenCount(
             rpc, state, self._announcer, lambda: self.reachable, lambda: self._rendezvous.gathering
@@ -133,7 +132,7 @@ class RunServices(RunCommands):
         door.present = lambda: [view.peer_id for view in state.roster.present()]
         door.voices = lambda: list(filter(state.roster.standing.is_member, door.present()))
         state.roster.admits = door.admits
-        state.tracks.conduct.proven = door.members.exclusions
+        state.tracks.conduct.exclusions = door.members.exclusions
         rpc.on_contact = lambda peer: state.roster.standing.note_answer(peer) if door.admits(peer) else None
         rpc.is_member = state.is_member
 
@@ -142,6 +141,7 @@ class RunServices(RunCommands):
         settings, run_id, initial_peers = self._state.settings, self._state.run_id, self._state.initial_peers
         rules = self._dht.now, self._is_known, self._door.vet_record
         validator = RunRecordValidator(run_id, *rules)
+        await self._audits.start()  # before anybody is asked: it reads whom proofs exclude
         await self._dht.join(
             settings.initial_peers,
             validator,
@@ -154,7 +154,6 @@ class RunServices(RunCommands):
         await self._greetings.start()
         await self._token_count.start()
         await self._exchange.start()
-        await self._audits.start()
         await self._transfer.start()
         await self._moments.start()
         await self._rendezvous.start()
@@ -350,7 +349,7 @@ class RunServices(RunCommands):
             data=roster.data_positions(),
             routing_reports=reports,
             dead_votes=dead_votes,
-            excluded=tuple(self._state.tracks.conduct.proven),
+            excluded=tuple(self._state.tracks.conduct.exclusions.culprits),
             without_duty=tuple(roster.standing.without_duty),
             publishing_periods=periods_to_wait(self._volunteers, volunteering[0], me) if volunteering else 0,
         )
@@ -495,6 +494,6 @@ class RunServices(RunCommands):
         for task in self._tasks:
             task.cancel()
         self._audits.end(keep=False)
-        self._audits.proofs.stop()
+        await self._audits.proofs.stop()
         await self._announcer.say_goodbye()
         await self._dht.leave()

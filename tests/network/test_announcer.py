@@ -119,8 +119,8 @@ def test_a_record_says_who_is_excluded_and_who_is_without_duty_and_why() -> None
         vector.close()
     conduct = run_state.tracks.conduct
     for n in range(10):
-        conduct.proven.note_lie(f"liar {n}", n)
-    conduct.proven.pardon("liar 9", 9)
+        conduct.exclusions.note_lie(f"liar {n}", n)
+    conduct.exclusions.pardon("liar 9", 9)
     for round_number in range(2):
         conduct.note_stall("idle 1", round_number)
     run_state.roster.standing.without_duty = {f"idle {n}": 3 + n for n in range(6)}

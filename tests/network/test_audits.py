@@ -52,7 +52,7 @@ class Auditor:
 
     @property
     def proven(self) -> list[str]:
-        return list(self.state.tracks.conduct.proven)
+        return self.state.tracks.conduct.exclusions.culprits
 
     async def done(self) -> None:
         assert self.audits._task is not None

@@ -115,6 +115,7 @@ def test_the_largest_record_that_the_schemas_allow_is_accepted() -> None:
         telemetry=crowded_telemetry(),
         admission=bytes(MAX_ADMISSION_BYTES),
         proven=["Q" * MAX_PEER_ID_CHARS] * MAX_PROVEN,
+        proven_in=[most] * MAX_PROVEN,
         without_duty=[DutyNote(peer="Q" * MAX_PEER_ID_CHARS, since=most, kinds=["x" * 24] * 2)] * MAX_DUTY_NOTES,
     )
     assert VALIDATOR.validate(dht_record(message, expires, key=record_key(RUN, "progress"), kind="progress"))
@@ -125,7 +126,7 @@ def test_the_largest_record_that_the_schemas_allow_is_accepted() -> None:
 def crowded_telemetry() -> dict[str, float]:
     """All metrics that there are, and a few that there may be."""
     there = [field.name for field in fields(PeerMetrics)]
-    return dict.fromkeys([*there, *(f"metric_{n:02}" + "x" * 31 for n in range(11))], sys.float_info.max)
+    return dict.fromkeys([*there, *(f"metric_{n:02}" + "x" * 31 for n in range(8))], sys.float_info.max)
 
 
 def crowded_rounds(number: int) -> Rounds:
@@ -140,8 +141,12 @@ def crowded_rounds(number: int) -> Rounds:
 def accusing_progress(number: int) -> Progress:
     """With as many accusations as fit, in memory of their own."""
     peers = [f"{number:04}{n:042}" for n in range(MAX_PROVEN)]
-    notes = [{"peer": p[::-1], "since": 1 << 60, "kinds": [f"{p[:4]}-{n}" for n in range(4)]} for p in peers]
-    record = progress(soon()).model_dump() | {"proven": peers, "without_duty": notes[:MAX_DUTY_NOTES]}
+    notes = [{"peer": p[::-1], "since": 1 << 60, "kinds": [f"{p[:4]}-{n}" for n in range(2)]} for p in peers]
+    record = progress(soon()).model_dump() | {
+        "proven": peers,
+        "proven_in": [1 << 60] * MAX_PROVEN,
+        "without_duty": notes[:MAX_DUTY_NOTES],
+    }
     return Progress.model_validate(msgpack.unpackb(msgpack.packb(record)))
 
 

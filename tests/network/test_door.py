@@ -362,20 +362,40 @@ def test_an_excluded_peer_gets_nothing_and_says_nothing(tmp_path: Path, admissio
             await here.open(1, sent.admit(culprit))
             await here.call(1, 0)
             door.vet_record(culprit, progress(admission=sent.admit(culprit)))
-            assert (door.admits(culprit), door.sees(culprit)) == (True, True)
+            assert door.admits(culprit)
+            asked: list[str] = []
+            here.doors[1].on_refusal = asked.append
             door.members.exclusions.note_lie(culprit, 5)
-            assert (door.admits(culprit), door.sees(culprit)) == (False, False)
+            assert not door.admits(culprit)
             for method in (*VISIBLE, "table", "acts"):
-                with pytest.raises(RefusedError, match="is excluded: a proof shows that it lied in round 5"):
+                with pytest.raises(RefusedError, match="is excluded: a proof shows a lie in round 5"):
                     await here.call(1, 0, method)
+            assert set(asked) == {here.hosts[0].peer_id}
             for record in (progress(admission=sent.admit(culprit)), lease(1.0)):
                 with pytest.raises(ProtocolError, match=r"^excluded: "):
                     door.vet_record(culprit, record)
-            # Members that have no proof yet may have closed a group with it.
+            # Leaders that have no proof yet may have closed a group with it.
             statement = Statement.model_validate({**statement_fields(), "admission": sent.admit(culprit)})
             assert door.vet_statement(culprit, statement) == 1.0
-            with pytest.raises(InvitationError, match=r"most members refuse this peer: .* is excluded"):
-                here.doors[1].check_self(culprit)
+            with pytest.raises(ProtocolError, match=r"^excluded: "):
+                door.vet_statement(culprit, statement.model_copy(update={"round": 30}))
+
+    run(scenario)
+
+
+def test_in_an_open_run_nobody_is_out_on_others_word(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with party(2, tmp_path, admission="open") as here:
+            for number in range(2):
+                await here.open(number)
+            me = here.hosts[1].peer_id
+            here.doors[0].members.exclusions.note_lie(me, 5)
+            with pytest.raises(RefusedError):
+                await here.call(1, 0)
+            here.doors[1].check_self(me)
+            here.doors[1].members.exclusions.note_lie(me, 5)  # it has got the proof
+            with pytest.raises(InvitationError, match=r"this peer may no longer take part: .* is excluded"):
+                here.doors[1].check_self(me)
 
     run(scenario)
 

@@ -14,7 +14,8 @@ import pytest
 from hivemind.p2p import P2P
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link.proof_query import fetch_proof
+from spes_swarm.network.link.proof_query import fetch_proof, stream_name
+from spes_swarm.network.link.wire import Channel, serve_channel
 from spes_swarm.network.round import proofs as proofs_module
 from spes_swarm.network.round.proofs import Proofs
 from spes_swarm.protocol.averaging.proof import open_proof
@@ -47,40 +48,60 @@ class Keeper:
 
     @property
     def excluded(self) -> list[str]:
-        return list(self.run.tracks.conduct.proven)
+        return self.run.tracks.conduct.exclusions.culprits  # type: ignore[no-any-return]
 
-    async def reads(self, other: Keeper, *culprits: str, unaware: int = 2) -> bool:
+    async def reads(self, other: Keeper, *culprits: str, unaware: int = 2, lied: int = 7) -> bool:
         """Reads the record of another peer that lists culprits, and those of some that list none; returns whether
         anything was fetched.
         """
+        listed = list(culprits or other.excluded)
         records = {f"unaware {number}": progress() for number in range(unaware)}
-        self.proofs.compare({**records, other.peer_id: progress(proven=list(culprits or other.excluded))})
-        if self.proofs._fetching is None:
-            return False
-        await asyncio.wait_for(self.proofs._fetching, 60)
-        return True
+        self.proofs.compare({**records, other.peer_id: progress(proven=listed, proven_in=[lied] * len(listed))})
+        return await self.fetches()
+
+    async def fetches(self) -> bool:
+        tasks = list(self.proofs._fetching.values())
+        if tasks:
+            await asyncio.wait_for(asyncio.wait(tasks), 60)
+        return bool(tasks)
+
+
+async def say_nothing(channel: Channel) -> None:
+    del channel
+    await asyncio.Event().wait()
+
+
+def noted(peer_id: str, error: ProtocolError) -> None:
+    del peer_id, error
 
 
 @asynccontextmanager
-async def keepers(*folders: Path | None) -> AsyncIterator[list[Keeper]]:
+async def keepers(*folders: Path | None, silent: int = -1) -> AsyncIterator[list[Keeper]]:
+    """Connected peers with folders for their proofs; one of them may answer nothing."""
     async with hosts(len(folders)) as found:
-        made = []
+        made: list[Keeper] = []
         for host, folder in zip(found, folders, strict=True):
-            if host is not found[0]:
-                await host.connect(found[0])
+            for other in found[: len(made)]:
+                await host.connect(other)
             standing = Standing()
-            standing.note_answer(LIAR.peer_id)
+            standing.committed(0.0, [LIAR.peer_id], ())
             state = SimpleNamespace(
                 run_id=RUN_ID,
                 run=SimpleNamespace(round=SimpleNamespace(stall_timeout_s=STALL_S)),
                 settings=SimpleNamespace(proofs=folder),
                 tracks=TrackRecords(),
                 roster=SimpleNamespace(standing=standing),
+                reference=SimpleNamespace(round=20),
+                identity=SimpleNamespace(peer_id=host.peer_id),
+                group=frozenset(),
             )
             keeper = Keeper(host.peer_id, host.daemon.p2p, state)
             keeper.proofs = Proofs(host.daemon.p2p, state, lambda *fault, to=keeper: to.faults.append(fault), MEMBERS)  # type: ignore[arg-type]
             keeper.proofs.on_new = keeper.tell
-            await keeper.proofs.start()
+            if len(made) == silent:
+                await serve_channel(host.daemon.p2p, stream_name(RUN_ID), say_nothing, STALL_S, noted, MEMBERS)
+            else:
+                await keeper.proofs.start()
             made.append(keeper)
         yield made
 
@@ -131,50 +152,102 @@ def test_what_proves_nothing_is_not_kept(spoil: Callable[[bytes], bytes]) -> Non
     run(test)
 
 
-def test_others_proofs_count_if_they_are_about_peers_met_and_own_ones_always() -> None:
+def test_few_proofs_are_kept_about_peers_of_no_round_and_only_if_most_members_name_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Anybody can make proofs against identities of his own."""
-
-    async def test() -> None:
-        async with keepers(None, None) as (first, second):
-            await first.proofs.add(A_PROOF)
-            second.run.roster.standing = Standing()
-            assert not await second.reads(first)
-            second.proofs._guests = replace(MEMBERS, is_member=lambda peer_id: peer_id != LIAR.peer_id)
-            assert not await second.proofs.add(A_PROOF, is_trusted=False)
-            assert not second.excluded
-            assert await second.proofs.add(A_PROOF)
-            assert second.excluded == [LIAR.peer_id]
-
-    run(test)
-
-
-def test_a_newcomer_learns_whom_most_members_name_although_it_has_not_met_them() -> None:
-    async def test() -> None:
-        async with keepers(None, None) as (first, newcomer):
-            await first.proofs.add(A_PROOF)
-            newcomer.run.roster.standing = Standing()
-            newcomer.proofs._guests = replace(MEMBERS, is_member=lambda peer_id: peer_id != LIAR.peer_id)
-            assert not await newcomer.reads(first, unaware=1)
-            assert await newcomer.reads(first, unaware=0)
-            assert newcomer.excluded == [LIAR.peer_id]
-
-    run(test)
-
-
-def test_few_and_short_proofs_about_peers_that_took_part_in_no_round_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proofs_module, "_MAX_ABOUT_STRANGERS", 2)
-    liars = [identity(number) for number in (10, 11, 12, 13)]
+    liars = [identity(number) for number in (10, 11, 12)]
     made = [proof_against(liar) for liar in liars]
 
     async def test() -> None:
+        async with keepers(None, None) as (first, second):
+            for each in made:
+                await first.proofs.add(each)
+            assert not await second.reads(first, liars[0].peer_id, unaware=1)
+            assert await second.reads(first, liars[0].peer_id, unaware=0)
+            assert second.excluded == [liars[0].peer_id]
+            monkeypatch.setattr(proofs_module, "_MAX_BYTES_ABOUT_STRANGERS", len(made[1]) - 1)
+            assert await second.reads(first, liars[1].peer_id, unaware=0)
+            assert second.excluded == [liars[0].peer_id]
+            second.proofs._not_before.clear()
+            monkeypatch.setattr(proofs_module, "_MAX_WITH_STRANGERS", 1)
+            assert not await second.reads(first, liars[2].peer_id, unaware=0)
+            second.run.roster.standing.committed(1.0, [liars[1].peer_id], ())
+            assert await second.reads(first, liars[1].peer_id, unaware=9)
+            assert second.excluded == [liars[0].peer_id, liars[1].peer_id]
+
+    run(test)
+
+
+def test_a_lie_in_a_round_to_come_is_none() -> None:
+    """Whoever is pardoned up to its round would be so for ever."""
+    late = proof_against(LIAR, round_number=40)
+
+    async def test() -> None:
+        async with keepers(None, None) as (first, second):
+            first.run.reference.round = 30
+            await first.proofs.add(late)
+            with pytest.raises(ProtocolError, match="a proof about"):
+                await second.proofs.add(late)
+            assert not await second.reads(first, lied=40)
+            assert await second.reads(first, lied=20)
+            assert not second.excluded
+
+    run(test)
+
+
+def test_a_proof_about_somebody_else_than_was_asked_for_is_not_kept() -> None:
+    async def test() -> None:
+        async with keepers(None, None) as (first, second):
+            first.proofs._known[LIAR.peer_id] = proof_against(identity(10))
+            assert await second.reads(first, LIAR.peer_id)
+            assert not second.excluded
+
+    run(test)
+
+
+def test_a_culprit_with_which_this_peer_is_in_a_group_is_excluded_later() -> None:
+    async def test() -> None:
         async with keepers(None) as (only,):
-            for liar in liars:
-                only.run.roster.standing.note_answer(liar.peer_id)
-            only.proofs._guests = replace(MEMBERS, is_member=lambda peer_id: peer_id == liars[3].peer_id)
-            monkeypatch.setattr(proofs_module, "_MAX_BYTES_ABOUT_STRANGERS", len(made[0]) - 1)
-            assert not await only.proofs.add(made[0], is_trusted=False)
-            monkeypatch.setattr(proofs_module, "_MAX_BYTES_ABOUT_STRANGERS", len(made[0]) + 100)
-            assert [await only.proofs.add(each, is_trusted=False) for each in made] == [True, True, False, True]
+            only.run.group = frozenset([LIAR.peer_id, only.peer_id])
+            await only.proofs.add(A_PROOF)
+            exclusions = only.run.tracks.conduct.exclusions
+            assert LIAR.peer_id not in exclusions
+            exclusions.agreed(21, only.run.group, [only.peer_id], [exclusions.marks()])
+            assert LIAR.peer_id in exclusions
+
+    run(test)
+
+
+def test_an_excluded_peer_gets_the_proof_against_itself_and_no_other() -> None:
+    async def test() -> None:
+        async with keepers(None, None) as (first, second):
+            me = next(identity(number) for number in range(16) if identity(number).peer_id == second.peer_id)
+            await first.proofs.add(A_PROOF)
+            await first.proofs.add(proof_against(me))
+            first.proofs._guests = replace(MEMBERS, admits=lambda peer_id: peer_id != me.peer_id)
+            with pytest.raises(ProtocolError, match="refuses to send its proofs"):
+                await fetch_proof(second.p2p, first.peer_id, RUN_ID, LIAR.peer_id, STALL_S)
+            second.proofs.ask_about_me(first.peer_id)
+            assert await second.fetches()
+            assert second.excluded == [me.peer_id]
+            assert me.peer_id in second.run.tracks.conduct.exclusions
+            second.proofs.ask_about_me(first.peer_id)
+            assert not await second.fetches()
+
+    run(test)
+
+
+def test_a_silent_peer_does_not_keep_others_from_being_asked() -> None:
+    async def test() -> None:
+        async with keepers(None, None, None, silent=1) as (first, silent, third):
+            await first.proofs.add(A_PROOF)
+            listed = progress(proven=[LIAR.peer_id], proven_in=[7])
+            third.proofs.compare({silent.peer_id: listed, first.peer_id: listed})
+            await asyncio.wait_for(third.proofs._fetching[first.peer_id], 60)
+            assert third.excluded == [LIAR.peer_id]
+            assert not third.proofs._fetching[silent.peer_id].done()
+            await third.proofs.stop()
 
     run(test)
 
@@ -186,7 +259,7 @@ def test_one_record_leads_to_all_its_culprits(tmp_path: Path) -> None:
         async with keepers(None, tmp_path) as (first, second):
             await first.proofs.add(A_PROOF)
             await first.proofs.add(proof_against(other))
-            second.run.roster.standing.note_answer(other.peer_id)
+            second.run.roster.standing.committed(1.0, [other.peer_id], ())
             assert await second.reads(first)
             assert second.excluded == [LIAR.peer_id, other.peer_id]
             assert len(list(tmp_path.glob("*.proof"))) == 2
@@ -209,7 +282,7 @@ def test_long_proofs_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_proof_about_another_run_is_refused() -> None:
     async def test() -> None:
         async with keepers(None) as (only,):
-            with pytest.raises(ProtocolError, match="about the run other"):
+            with pytest.raises(ProtocolError, match="of the run other"):
                 await only.proofs.add(proof_against(LIAR, "other"))
             assert not only.excluded
 
@@ -238,19 +311,18 @@ def test_a_pardoned_lie_excludes_nobody_whoever_has_a_proof_of_it(tmp_path: Path
     async def test() -> None:
         async with keepers(tmp_path / "a", tmp_path / "b") as (first, second):
             await first.proofs.add(A_PROOF)
-            second.run.tracks.conduct.proven.pardon(LIAR.peer_id, 7)
-            assert await second.reads(first)
-            assert not second.excluded
-            assert not second.faults
-            first.run.tracks.conduct.proven.pardon(LIAR.peer_id, 7)
-            assert not first.excluded
+            second.run.tracks.conduct.exclusions.pardon(LIAR.peer_id, 7)
+            assert not await second.reads(first)
+            assert not await second.proofs.add(A_PROOF)
+            first.run.tracks.conduct.exclusions.pardon(LIAR.peer_id, 7)
+            assert first.excluded == second.excluded == []
             assert first.run.tracks.conduct.doubts(LIAR.peer_id, 8) == ()
             later = proof_against(LIAR, round_number=12)
             assert await first.proofs.add(later)
-            assert await second.proofs.add(later, is_trusted=False)
+            assert await second.reads(first, lied=12)
             assert first.excluded == second.excluded == [LIAR.peer_id]
         async with keepers(tmp_path / "a") as (again,):  # both files are there, in whatever order
-            assert again.run.tracks.conduct.proven.round_of(LIAR.peer_id) == 12
+            assert again.run.tracks.conduct.exclusions.round_of(LIAR.peer_id) == 12
             kept = again.proofs._known[LIAR.peer_id]
             assert isinstance(kept, Path)
             assert open_proof(kept.read_bytes()).round == 12

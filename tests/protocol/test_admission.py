@@ -460,7 +460,7 @@ def test_a_proof_excludes_on_whatever_terms_until_the_founder_pardons(policy: st
     for peer in (identity(1), FOUNDER):
         here.exclusions.note_lie(peer.peer_id, 5)
         assert not here.admits(peer.peer_id, NOW)
-        assert here.why_not(peer.peer_id, NOW).startswith(f"{peer.peer_id} is excluded: a proof shows that it lied in")
+        assert here.why_not(peer.peer_id, NOW).startswith(f"{peer.peer_id} is excluded: a proof shows a lie in")
         assert here.terms(peer.peer_id, NOW) is not None  # for groups that others have closed
         pardon = acts.pardon(FOUNDER, RUN, acts.Pardon(peer=peer.peer_id, round=5, at=NOW))
         assert here.add(pardon)

@@ -1,31 +1,41 @@
-"""Who is out of a run: proofs and pardons, in whatever order they come."""
+"""Who is out of a run: proofs, what most of a group know, and pardons, in whatever order they come."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import permutations
 
-from spes_swarm.protocol.admission.exclusion import Exclusions
+import pytest
+
+from spes_swarm.protocol.admission.exclusion import GRACE_ROUNDS, MAX_MARKS, Exclusions
+
+
+def knowing(*culprits: str) -> bytes:
+    """What a member that has proofs against these states."""
+    member = Exclusions()
+    for culprit in culprits:
+        member.note_lie(culprit, 1)
+    return member.marks()
 
 
 def test_a_lie_excludes_until_it_is_pardoned_and_a_later_one_again() -> None:
     out = Exclusions()
     assert "a" not in out
-    assert (out.round_of("a"), list(out), len(out)) == (None, [], 0)
+    assert (out.round_of("a"), out.culprits, out.marks()) == (None, [], b"")
     out.note_lie("a", 5)
     out.note_lie("b", 3)
     out.note_lie("a", 4)
-    assert list(out) == ["b", "a"]  # in the order in which the proofs came
-    assert out.round_of("a") == 5
+    assert out.culprits == ["b", "a"]  # in the order in which the proofs came
+    assert (out.round_of("a"), out.lie_of("a")) == (5, 5)
     out.pardon("a", 4)
     assert "a" in out
     out.pardon("a", 5)
     out.pardon("a", 2)
-    assert (list(out), len(out), out.round_of("a")) == (["b"], 1, None)
-    assert not out.excludes("a", 5)
-    assert out.excludes("a", 6)
+    assert (out.culprits, out.round_of("a")) == (["b"], None)
+    assert out.is_pardoned("a", 5)
+    assert not out.is_pardoned("a", 6)
     out.note_lie("a", 6)
-    assert list(out) == ["b", "a"]
+    assert out.culprits == ["b", "a"]
 
 
 def test_the_order_in_which_proofs_and_pardons_come_does_not_matter() -> None:
@@ -43,3 +53,61 @@ def test_the_order_in_which_proofs_and_pardons_come_does_not_matter() -> None:
             event(out)
         ends.add((out.round_of("a"), out.round_of("b")))
     assert ends == {(9, None)}
+
+
+@pytest.mark.parametrize(
+    ("said", "excluded"),
+    [
+        ({"a": True, "b": False, "c": False}, False),
+        ({"a": True, "b": True, "c": False}, True),
+        ({"a": True, "b": True, "c": False, "culprit": True}, True),  # its own word counts on neither side
+        ({"a": True, "b": False, "culprit": True}, False),
+        ({"a": True, "culprit": False}, True),  # of two members, the one that has a proof is most of the others
+        ({"a": True}, True),  # the culprit is not trusted
+    ],
+)
+def test_a_culprit_stays_in_until_most_of_the_others_have_a_proof(said: dict[str, bool], excluded: bool) -> None:
+    out = Exclusions()
+    out.note_lie("culprit", 5, pending=True)
+    assert out.culprits == ["culprit"]
+    assert "culprit" not in out
+    statements = [knowing("culprit", "another") if knows else knowing("another") for knows in said.values()]
+    out.agreed(7, {*said, "culprit"}, list(said), statements)
+    assert ("culprit" in out) is excluded
+    assert out.culprits == ["culprit"]
+
+
+def test_a_culprit_that_is_in_no_group_any_more_is_out() -> None:
+    out = Exclusions()
+    out.note_lie("culprit", 5, pending=True)
+    out.agreed(6, ["a", "b"], ["a", "b"], [b"", b""])
+    assert "culprit" in out
+
+
+def test_groups_with_a_culprit_are_valid_for_a_while() -> None:
+    """Their leader may not have got the proof yet."""
+    out = Exclusions()
+    out.note_lie("culprit", 5, pending=True)
+    assert not out.for_long("culprit", 1000)
+    out.agreed(20, ["a", "culprit"], ["a"], [knowing("culprit")])
+    assert next(n for n in range(20, 40) if out.for_long("culprit", n)) == 21 + GRACE_ROUNDS
+    assert not out.for_long("a", 40)
+    out.pardon("culprit", 5)
+    assert not out.for_long("culprit", 40)
+
+
+def test_a_pardon_ends_what_was_pending() -> None:
+    out = Exclusions()
+    out.note_lie("culprit", 5, pending=True)
+    out.pardon("culprit", 5)
+    out.note_lie("culprit", 9)
+    assert "culprit" in out
+
+
+def test_a_statement_has_room_for_the_newest_culprits() -> None:
+    many = [f"culprit {number}" for number in range(MAX_MARKS + 3)]
+    out = Exclusions()
+    for culprit in many:
+        out.note_lie(culprit, 5, pending=True)
+    out.agreed(6, many, ["a"], [knowing(*many)])
+    assert [culprit for culprit in many if culprit in out] == many[3:]

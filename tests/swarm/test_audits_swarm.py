@@ -17,7 +17,7 @@ pytestmark = pytest.mark.swarm
 
 TOGETHER = ("--wait-for-peers", 4, "--experts", 4)
 FIRST_LIE = 3
-EXCLUDED = r"most members refuse this peer: \w+ is excluded: a proof shows that it lied in round \d+"
+EXCLUDED = r"this peer may no longer take part: \w+ is excluded: a proof shows a lie in round \d+"
 
 
 def proven(peer: LocalPeer, culprit: str) -> Event:
@@ -75,7 +75,7 @@ def test_an_excluded_peer_stays_out_until_the_founder_pardons_it(tmp_path: Path)
         again = ("--experts", 4, "--seed", 9)
         refused = running.join(*again, name="liar", via=newcomer)
         assert refused.wait() == 2
-        assert f"{culprit} is excluded: a proof shows that it lied in round" in refused.text()
+        assert f"{culprit} is excluded: a proof shows a lie in round" in refused.text()
         said = verify("--pardon", "--output-dir", honest[0].output_dir, *proofs_of(honest[0]))
         assert f"pardoned {culprit} for its lies up to round " in said
         assert "the running peer passes it on now" in said

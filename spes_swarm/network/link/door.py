@@ -37,6 +37,7 @@ _PAUSE_S, _LONG_PAUSE_S = 0.5, 10.0  # between two requests to one peer for its 
 _EXPIRY_GRACE_S = 60.0
 _PREFIX_BYTES = 8
 _MAX_ANSWER_BYTES = 1 << 20
+_MAX_INVALID = 64  # acts of one answer: signatures take time to verify
 _MAX_REMEMBERED = 1024
 
 
@@ -68,6 +69,7 @@ class Door:
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
         self._refused_by: dict[str, str] = {}  # members -> the reason they gave
         self.present: Callable[[], Collection[str]] = tuple  # the other peers, which are told of new acts
+        self.on_refusal: Callable[[str], None] = lambda peer_id: None  # called for peers that refuse this one
         self.voices: Callable[[], Collection[str]] = tuple  # those whose work is in a commit of this peer
         self._has_news = False
         self._teller: asyncio.Task[None] | None = None
@@ -99,7 +101,7 @@ class Door:
 
     def sees(self, peer_id: str) -> bool:
         """Returns True if a peer may read the records of the run."""
-        return self.admits(peer_id) or (self.is_visible and peer_id not in self.members.exclusions)
+        return self.is_visible or self.admits(peer_id)
 
     def terms(self, peer_id: str, *, shown: bytes | None = None, grace_s: float = 0.0) -> Terms:
         """What an admitted peer may do; for `shown` see `Membership.terms`. It may have expired for `grace_s` seconds.
@@ -133,12 +135,14 @@ class Door:
     def vet_statement(self, peer_id: str, statement: Statement) -> float:
         """Checks that a member may take part on its terms; returns the largest share of an average that it may have.
 
-        An excluded one passes: members that do not have the proof yet may close a group with it, which the others must
-        not leave. Whoever has the proof does not include it in a group of its own.
+        One that has been excluded lately passes: the leader may not have the proof yet, and the others must not leave
+        its group.
 
         Raises:
-            ProtocolError: (`stranger`, `terms`) no group includes it.
+            ProtocolError: (`excluded`, `stranger`, `terms`) no group includes it.
         """
+        if self.members.exclusions.for_long(peer_id, statement.round):
+            raise ProtocolError("excluded", f"{peer_id} has lied")
         if not self.is_private:
             return 1.0
         self._learn(peer_id, statement.admission)
@@ -186,19 +190,20 @@ class Door:
         """See rpc.Doorkeeper."""
         if self.admits(peer_id):
             self._refused_by[peer_id] = reason
+            self.on_refusal(peer_id)
 
     def check_self(self, me: str) -> None:
         """Checks that this peer may still take part.
 
         Raises:
-            InvitationError: it may not, as far as it knows itself, or as most of the other members say.
+            InvitationError: it may not, as far as it knows itself, or as most members of a private run say.
         """
         if not self.admits(me):
             raise InvitationError(f"this peer may no longer take part: {self.members.why_not(me, self._now())}")
         voices = self.voices()
         reasons = [self._refused_by[peer] for peer in voices if peer in self._refused_by]
-        is_safe = self.is_private and me == self.members.founder  # whom nobody can take an invitation from
-        if 2 * len(reasons) > len(voices) and not is_safe:
+        # In an open run, nobody is out whom no proof excludes: an excluded peer gets that itself.
+        if 2 * len(reasons) > len(voices) and self.is_private and me != self.members.founder:
             raise InvitationError(f"most members refuse this peer: {reasons[0]}")
 
     # Acts.
@@ -217,11 +222,15 @@ class Door:
 
     def _take(self, acts: Collection[object]) -> list[bytes]:
         """Takes in acts; returns those that are new and valid."""
-        new = []
+        new, num_invalid = [], 0
         for act in acts:
-            with suppress(ProtocolError):  # whoever sent it may have it from others
+            try:
                 if isinstance(act, bytes) and self.members.add(act):
                     new.append(act)
+            except ProtocolError:  # whoever sent it may have it from others, or be of a later version
+                num_invalid += 1
+                if num_invalid >= _MAX_INVALID:
+                    break
         return new
 
     def _keep(self, acts: Sequence[bytes]) -> None:

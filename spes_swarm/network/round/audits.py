@@ -104,7 +104,8 @@ class Audits:
         return sorted({*drawn, *suspect.values()})
 
     def _is_proven(self, state: RoundState, index: int) -> bool:
-        return state.averaging.peer_ids[state.plan.parts[index].reducer] in self._run.tracks.conduct.proven
+        reducer = state.averaging.peer_ids[state.plan.parts[index].reducer]
+        return self._run.tracks.conduct.exclusions.is_culprit(reducer)
 
     # Auditing.
 

@@ -200,6 +200,9 @@ class SyncRounds:
             run.tracks.conduct.note_return(group.round, group.id)
             _LOGGER.info("most members' loss has risen: round %d is taken back", taken_back.round)
         self._note_duties(group, books.plan)
+        trusted = [group.members[i] for i in sorted(books.plan.trusted)]
+        said = [member.statement.proven for member in trusted]
+        run.tracks.conduct.exclusions.agreed(group.round, ids, [member.peer_id for member in trusted], said)
         if (alarm := run.tracks.standstill()) is not None:
             self.exchange.on_fault(run.identity.peer_id, alarm)
         staying = [member.peer_id for member in group.members if not member.statement.leaving]
@@ -217,7 +220,7 @@ class SyncRounds:
             own = ", ".join(tracks.conduct.doubts(peer_id, plan.round)) or "nothing"
             what = f"most members doubt it: it reduces nothing and leads no round (faults seen here: {own})"
             self.exchange.on_fault(peer_id, ProtocolError("duty", what))
-        for peer_id in before.keys() - now:
+        for peer_id in before.keys() - now - set(tracks.conduct.exclusions.culprits):
             _LOGGER.info("%s has its duties again", peer_id)
 
     def _reassign(self, group: Group, plan: Plan, leaving: bool) -> ExpertChange:

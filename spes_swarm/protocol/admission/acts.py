@@ -90,7 +90,7 @@ class Pardon(SignedModel):
     """The founder forgives a peer its lies; see exclusion.py."""
 
     peer: Annotated[str, Field(min_length=1, max_length=MAX_PEER_ID_CHARS)]
-    round: Annotated[int, Field(ge=0, lt=1 << 62)]  # the last one that is forgiven
+    round: Annotated[int, Field(ge=0, lt=1 << 40)]  # the last one that is forgiven
     at: Annotated[float, Field(ge=0, allow_inf_nan=False)]  # Unix seconds; for people
 
 

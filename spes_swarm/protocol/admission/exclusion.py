@@ -1,44 +1,100 @@
-"""Who is out of a run: peers against which there is a proof of a lie that the founder has not pardoned."""
+"""Who is out of a run: peers against which there is a proof of a lie that the founder has not pardoned.
+
+Members get a proof at different moments. If each of them acted upon it at once, those with and those without it would
+form different groups. So a culprit with which this peer was in a group stays in until most of a group's other trusted
+members state that they have a proof, too: all members of that group learn so from the same statements.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Sequence
+
+from blake3 import blake3
+
+MARK_BYTES = 8
+MAX_MARKS = 16  # in a statement
+# A group with an excluded member is valid for so many rounds: its leader may not have got the proof yet.
+GRACE_ROUNDS = 8
 
 
-class Exclusions(Collection[str]):
-    """The excluded peers, as far as this peer knows, in the order in which their proofs came.
+class Exclusions:
+    """The culprits that this peer knows of, and which of them are excluded.
 
     A pardon names a peer and a round: lies up to this round count no more, whoever has proofs of them, and a later one
-    excludes the peer again. So peers that know the same proofs and pardons agree, in whatever order these came.
+    excludes the peer again.
     """
 
     def __init__(self) -> None:
-        self._lies: dict[str, int] = {}  # peer -> the newest round in which it has lied
+        self._lies: dict[str, int] = {}  # culprit -> the newest round in which it has lied
         self._pardons: dict[str, int] = {}  # peer -> the last round whose lies are pardoned
+        self._pending: set[str] = set()  # culprits that are not excluded yet
+        self._since: dict[str, int] = {}  # culprit -> the round since which it is excluded
 
-    def note_lie(self, peer_id: str, round_number: int) -> None:
-        """Notes that there is a proof against a peer."""
+    def note_lie(self, peer_id: str, round_number: int, *, pending: bool = False) -> None:
+        """Notes a proof; `pending`: this peer has been in a group with the culprit, and most members may not know."""
         newest = max(round_number, self._lies.pop(peer_id, 0))
         self._lies[peer_id] = newest
+        self._since[peer_id] = newest
+        if pending:
+            self._pending.add(peer_id)
+
+    def agreed(
+        self, round_number: int, members: Collection[str], trusted: Sequence[str], said: Sequence[bytes]
+    ) -> None:
+        """Excludes those culprits that most of a group's other trusted members have proofs against, or that left it.
+
+        `members` are all, `said` the marks in the statements of the `trusted` ones; see `marks`.
+        """
+        stated = dict(zip(trusted, said, strict=True))
+        for peer_id in list(self._pending):
+            others = [marks for member, marks in stated.items() if member != peer_id]
+            known = sum(_mark(peer_id) in _split(marks) for marks in others)
+            if peer_id not in members or 2 * known > len(others):
+                self._pending.discard(peer_id)
+                self._since[peer_id] = round_number
 
     def pardon(self, peer_id: str, round_number: int) -> None:
         """Notes that the founder has pardoned a peer's lies up to a round."""
         self._pardons[peer_id] = max(round_number, self._pardons.get(peer_id, -1))
+        if not self.is_culprit(peer_id):
+            self._pending.discard(peer_id)
 
-    def excludes(self, peer_id: str, round_number: int) -> bool:
-        """Returns True if a lie in this round excludes a peer."""
-        return round_number > self._pardons.get(peer_id, -1)
+    def is_pardoned(self, peer_id: str, round_number: int) -> bool:
+        """Returns True if a lie in this round counts no more."""
+        return round_number <= self._pardons.get(peer_id, -1)
+
+    def is_culprit(self, peer_id: str) -> bool:
+        """Returns True if there is a proof against a peer, which may not be excluded yet."""
+        return peer_id in self._lies and not self.is_pardoned(peer_id, self._lies[peer_id])
+
+    @property
+    def culprits(self) -> list[str]:
+        """All culprits, in the order in which their proofs came."""
+        return list(filter(self.is_culprit, self._lies))
+
+    def marks(self) -> bytes:
+        """What a statement says: digests of the ids of the newest culprits."""
+        return b"".join(map(_mark, self.culprits[-MAX_MARKS:]))
+
+    def lie_of(self, peer_id: str) -> int:
+        """The newest round in which a culprit has lied."""
+        return self._lies[peer_id]
 
     def round_of(self, peer_id: str) -> int | None:
         """The newest round in which an excluded peer has lied; None for others."""
-        lied = self._lies.get(peer_id)
-        return lied if lied is not None and self.excludes(peer_id, lied) else None
+        return self._lies[peer_id] if peer_id in self else None
+
+    def for_long(self, peer_id: str, round_number: int) -> bool:
+        """Returns True if a peer has been excluded for more than GRACE_ROUNDS before a round."""
+        return peer_id in self and round_number - self._since[peer_id] > GRACE_ROUNDS
 
     def __contains__(self, peer_id: object) -> bool:
-        return isinstance(peer_id, str) and self.round_of(peer_id) is not None
+        return isinstance(peer_id, str) and peer_id not in self._pending and self.is_culprit(peer_id)
 
-    def __iter__(self) -> Iterator[str]:
-        return (peer_id for peer_id in self._lies if peer_id in self)
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+def _mark(peer_id: str) -> bytes:
+    return blake3(peer_id.encode()).digest()[:MARK_BYTES]
+
+
+def _split(marks: bytes) -> set[bytes]:
+    return {marks[start : start + MARK_BYTES] for start in range(0, len(marks), MARK_BYTES)}

@@ -69,7 +69,7 @@ class Membership:
         return peer_id not in self.exclusions and self.terms(peer_id, now) is not None
 
     def terms(self, peer_id: str, now: float, *, shown: bytes | None = None) -> Terms | None:
-        """What a peer may do; None if it has not been admitted. An excluded one is out on whatever terms.
+        """What a peer may do; None if it has not been admitted. An excluded peer is out, whatever its terms.
 
         `shown`: the admission in a statement, empty without one. It alone counts, beside an allowance, so that all who
         see the statement come to the same terms. None: any that this peer knows of counts.
@@ -87,7 +87,7 @@ class Membership:
     def why_not(self, peer_id: str, now: float) -> str:
         """Why a peer that is not admitted is refused, in a few words for its user."""
         if (lied := self.exclusions.round_of(peer_id)) is not None:
-            return f"{peer_id} is excluded: a proof shows that it lied in round {lied} (only the founder can pardon it)"
+            return f"{peer_id} is excluded: a proof shows a lie in round {lied} (only the founder can pardon it)"
         chains = self._chains_of(peer_id)
         if any(self._is_revoked(chain, peer_id) for chain in chains):
             return "the invitation has been revoked"

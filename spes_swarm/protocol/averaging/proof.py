@@ -48,6 +48,7 @@ MAX_PROOF_BYTES = 256 << 20
 # Of all contributions together: an encoding is up to eight times smaller than its values.
 _MAX_VALUES = MAX_PROOF_BYTES // 4
 _MAX_RUN_ID_CHARS = 128
+_MAX_ROUND = 1 << 40  # as in statements
 _FORMAT: Final = "spes_swarm proof 1"
 _WRONG: Final = "result"
 _FORGED: Final = "forged"
@@ -203,7 +204,7 @@ def _is_plausible(exchange: Exchange) -> bool:
         0 < len(exchange.run_id) <= _MAX_RUN_ID_CHARS
         and exchange.run_id.isprintable()
         and type(exchange.round) is int  # not True
-        and exchange.round >= 0
+        and 0 <= exchange.round < _MAX_ROUND
         and len(exchange.group_id) == DIGEST_BYTES
     )
 

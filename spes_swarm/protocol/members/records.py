@@ -115,6 +115,7 @@ class Progress(Record):
     admission: Annotated[bytes, Field(max_length=MAX_ADMISSION_BYTES)] = b""
     # The peers that it has proofs against, or the newest of them; see network/round/proofs.py.
     proven: Annotated[list[_PeerId], Field(max_length=MAX_PROVEN)] = Field(default_factory=list)
+    proven_in: Annotated[list[_Count], Field(max_length=MAX_PROVEN)] = Field(default_factory=list)  # rounds
     # For monitoring, like the telemetry.
     without_duty: Annotated[list[DutyNote], Field(max_length=MAX_DUTY_NOTES)] = Field(default_factory=list)
     in_round: bool = False  # currently in a round

@@ -9,7 +9,7 @@ most: its own results are late then, and one whose results are late in three of 
 A member with a slow line is late in this sense through no fault of its own: its work is in the rounds as far as it
 arrives, and nothing else follows. Doubts are another matter. A member is doubted for what no slow line explains: work
 or results that never came, results or contributions outside their bounds, rounds that it led and did not close, and
-work that it did not show to auditors. One that is excluded, since a lie of it is proven, is doubted all the time.
+work that it did not show to auditors. One of which a lie is proven is doubted until it is pardoned.
 Doubts are one peer's opinion, and have an effect only where most agree; see vouchers.py.
 
 If a commit is taken back (see taking_back.py), nothing shows which of its reducers did harm, if any. Half of them rest:
@@ -87,7 +87,7 @@ class Conduct:
         self._others: frozenset[str] = frozenset()  # the other members of the exchange under way
         self._faults: dict[str, str] = {}  # their faults in it
         self._reducers: frozenset[str] = frozenset()  # of the last commit
-        self.proven = Exclusions()
+        self.exclusions = Exclusions()
         self._waits: deque[bool] = deque(maxlen=_REMEMBERED)  # whether this peer waited for a late member
         # By the order of magnitude of what a member sends: without experts, a round is short.
         self._paces: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_PACES))
@@ -209,7 +209,7 @@ class Conduct:
 
     def doubts(self, peer_id: str, round_number: int) -> tuple[str, ...]:
         """Why a peer is doubted in a round: the kinds of its faults; none if it is not."""
-        reasons = {"proven"} if peer_id in self.proven else set()
+        reasons = {"proven"} if self.exclusions.is_culprit(peer_id) else set()
         record = self._peers.get(peer_id)
         if record is not None:
             recent = [kind for number, kind in record.failed if round_number - number <= _REMEMBERED]
@@ -222,7 +222,7 @@ class Conduct:
 
     def doubted(self, round_number: int) -> set[str]:
         """The peers that are doubted in a round."""
-        return {peer_id for peer_id in (*self._peers, *self.proven) if self.doubts(peer_id, round_number)}
+        return {peer_id for peer_id in (*self._peers, *self.exclusions.culprits) if self.doubts(peer_id, round_number)}
 
     def rates(self) -> dict[str, float]:
         """The usual upload rate of each peer that was measured, in Mbit/s."""

@@ -73,6 +73,7 @@ def make_statement(
         leased=leases.leased_bitmap,
         certificate=certificate,
         nonce=nonce,
+        proven=tracks.conduct.exclusions.marks(),
         admission=admission,
     )
 

@@ -13,6 +13,8 @@ from blake3 import blake3
 from pydantic import Field, model_validator
 
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.admission.exclusion import MARK_BYTES as CULPRIT_MARK_BYTES
+from spes_swarm.protocol.admission.exclusion import MAX_MARKS
 from spes_swarm.protocol.admission.grants import MAX_ADMISSION_BYTES
 from spes_swarm.protocol.averaging.commitments import MAX_CERTIFICATE_BYTES, Credentials, Exchange, Signer
 from spes_swarm.protocol.bitmap import num_bitmap_bytes
@@ -74,6 +76,8 @@ class Statement(SignedModel):
     certificate: Annotated[bytes, Field(max_length=MAX_CERTIFICATE_BYTES)]
     # Random, so that no two attempts at a round have the same group: a reducer signs one result of a part in each.
     nonce: Annotated[bytes, Field(max_length=NONCE_BYTES)] = b""
+    # Whom it has proofs against; see protocol/admission/exclusion.py.
+    proven: Annotated[bytes, Field(max_length=MAX_MARKS * CULPRIT_MARK_BYTES)] = b""
     # To a private run, so that all members of a group know each other; see protocol/admission/grants.py.
     admission: Annotated[bytes, Field(max_length=MAX_ADMISSION_BYTES)] = b""
 
