@@ -111,7 +111,7 @@ class RunServices(RunCommands):
             on_called=lambda round_number: listener.notify(Called(round_number)),
             on_ahead=self._on_ahead,
             leaves_out=lambda peer: state.roster.standing.leaves_out(peer) or not door.admits(peer),
-            vet=door.vet_statement,
+            vet=state.noting_keys(door.vet_statement),
             find_others=self._company.find_again,
             on_stall=state.tracks.conduct.note_stall,
             without_duty=lambda: state.roster.standing.without_duty,
