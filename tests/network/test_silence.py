@@ -28,7 +28,7 @@ from spes_swarm.protocol.rounds.statement import Group, Statement
 from tests.helpers.auditors import LIAR, Auditor, asked, audit_all, auditors, begin, exchanged
 from tests.helpers.hosts import run
 from tests.helpers.lone_trainer import run_config
-from tests.helpers.meeting import Meeting
+from tests.helpers.meeting import WINDOW_S, Meeting
 from tests.helpers.rounds import KEY, identities
 from tests.helpers.run_settings import settings_without_trainer
 from tests.helpers.tiny_model import tiny_layout
@@ -350,7 +350,10 @@ def test_who_was_silent_to_a_helper_is_not_asked_for_each_auditor_again() -> Non
             begin(members)
             for by in (0, 2, 4):
                 for part in parts:
-                    assert len(await asked(members, request(states[0], HIDING, part), by=by)) == 1
+                    assert [f.kind for f in await asked(members, request(states[0], HIDING, part), by)] == [
+                        FrameKind.END
+                    ]
+            assert members[1].audits._silence._num_granted == 1  # the rest costs nothing
             await settled(members)
             assert asking == [1, 1]
             assert noted(members[1]) == {HIDING}
@@ -464,8 +467,11 @@ def test_whatever_is_asked_it_is_refused_or_costs_one_fetch(
 # Leaving out.
 
 
-@pytest.mark.parametrize("comes", [True, False])
-def test_leaders_do_not_wait_for_who_hides_and_leave_it_out(comes: bool) -> None:
+@pytest.mark.parametrize(
+    ("comes", "late_s"), [(False, 0.1), (True, 0.1), (True, 2 * WINDOW_S)], ids=["absent", "at once", "long before"]
+)
+def test_leaders_do_not_wait_for_who_hides_and_leave_it_out(comes: bool, late_s: float) -> None:
+    """`late_s`: when the others come, in seconds; until then, the peer that hides is the only one."""
     meeting = Meeting("ABCH")
     hiding = meeting.hostile
     for peer in meeting.peers:
@@ -475,18 +481,20 @@ def test_leaders_do_not_wait_for_who_hides_and_leave_it_out(comes: bool) -> None
         patience = standing.patience([other.peer_id for other in known], 60.0)
         known[:] = [replace(other, patience_s=patience[other.peer_id]) for other in known]
         peer.leaves_out = standing.leaves_out
-    also = [meeting.rendezvous(hiding)] if comes else []
+    also = [meeting.rendezvous(hiding, on_called=lambda round_number: None)] if comes else []
 
     async def hold() -> list[Group]:
         for who in (*also, *meeting.peers):
             await who.start()
         attempts = [asyncio.create_task(meeting.keep_trying(who)) for who in also]
-        groups = await asyncio.gather(*(meeting.keep_trying(who, delay_s=0.1) for who in meeting.peers))
+        await asyncio.sleep(late_s)
+        assert not meeting.called  # it begins no round
+        groups = await asyncio.gather(*map(meeting.keep_trying, meeting.peers))
         for attempt in attempts:
             attempt.cancel()
         return groups
 
-    first, *others = run_at_once(hold(), 2.0)
+    first, *others = run_at_once(hold(), late_s + 2.0)
     assert {member.peer_id for member in first.members} == {who.peer_id for who in meeting.honest}
     assert {group.id for group in others} == {first.id}
 

@@ -141,7 +141,7 @@ class Audits:
             # A peer that has begun the next exchange shows nothing of the last one. Then this one does so, too, soon.
             await asyncio.sleep(self._stall_s / 4)
             await self._gather(state, claims)
-            await self._silence.resolve(state, asked.keys(), claims)
+        await self._silence.resolve(state, asked.keys(), claims)
 
     async def _gather(self, state: RoundState, claims: Collection[Claim]) -> dict[int, list[Claim]]:
         """Fetches contributions; returns what was lacking before, by member."""

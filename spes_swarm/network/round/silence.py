@@ -47,9 +47,11 @@ class Silence:
         self._stall_s = run.run.round.stall_timeout_s
         self._left = MAX_FOR_ONE  # contributions that this member may still ask others for
         self._helped: Counter[str] = Counter()  # contributions that others have asked this member for
+        self._num_granted = 0  # of them, those that it has fetched
         self._answered: set[int] = set()  # members that have shown this one what it asked them for
         self._silent: set[int] = set()  # those that have not, and can be reached
         self._apart: set[int] = set()  # those of them whose work has come through others
+        self._noted: set[int] = set()
         # For others: fetches that are under way, by member and parts; and second attempts, by member.
         self._fetching: dict[tuple[int, tuple[int, ...]], asyncio.Task[list[Frame]]] = {}
         self._again: dict[int, asyncio.Task[None]] = {}
@@ -59,11 +61,12 @@ class Silence:
         """Ends what is under way, as an exchange begins; `keep`: it takes back the commit, which is audited again."""
         for task in (*self._fetching.values(), *self._again.values()):
             task.cancel()
-        for known in (self._fetching, self._again, self._turns, self._answered, self._silent, self._apart):
+        for known in (self._fetching, self._again, self._turns, self._answered, self._silent, self._apart, self._noted):
             known.clear()
         if not keep:
             self._left = MAX_FOR_ONE
             self._helped.clear()
+            self._num_granted = 0
 
     # Asking through others.
 
@@ -134,7 +137,10 @@ class Silence:
         self._helped[auditor] += len(indices)
         if self._helped[auditor] > MAX_FOR_ONE:
             raise ProtocolError("busy", "too many audits through this member")
-        if sum(min(count, MAX_FOR_ONE) for count in self._helped.values()) > MAX_FOR_ALL:
+        if self._was_in_vain(member):
+            return
+        self._num_granted += len(indices)
+        if self._num_granted > MAX_FOR_ALL:
             await channel.send_error("busy: too many audits through this member by all together")  # no fault of its own
             return
         for frame in await self._frames(state, member, tuple(indices)):
@@ -159,7 +165,7 @@ class Silence:
         if not claims or not can_reach(state, member):
             return []
         async with self._turns[member]:  # it serves few streams of a peer at a time
-            if member in self._again and member not in self._answered:
+            if self._was_in_vain(member):
                 return []
             frames = await self._fetch(state, member, claims)
             if not _lack(claims, member):
@@ -168,6 +174,10 @@ class Silence:
                 again = next(claim for claim in claims if member in claim.lacking)
                 self._again[member] = asyncio.create_task(self._ask_again(state, member, again))
         return frames
+
+    def _was_in_vain(self, member: int) -> bool:
+        """Returns True if this member has already asked another one for others, and got nothing."""
+        return member in self._again and member not in self._answered
 
     async def _ask_again(self, state: RoundState, member: int, claim: Claim) -> None:
         """Asks a member that has shown nothing to this one for a contribution once more, and notes its silence.
@@ -193,7 +203,8 @@ class Silence:
         """Notes the silence of members, unless it may be due to this peer's line, or to its being left behind."""
         if 2 * len(self._silent) >= max(len(self._silent | self._answered), 3) or self._is_behind(state):
             return
-        for member in self._silent.intersection(silent) - self._apart:
+        for member in self._silent.intersection(silent) - self._apart - self._noted:
+            self._noted.add(member)
             who = state.group.members[member]
             if not who.statement.leaving:
                 _LOGGER.info("%s does not show its contributions to round %d", who.peer_id, state.plan.round)
