@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from spes_swarm.config.manifest import found_run
 from spes_swarm.network.link.wire import Channel
 from spes_swarm.network.round import audits as audits_module
 from spes_swarm.network.round import silence as silence_module
-from spes_swarm.network.round.claims import own_contribution
+from spes_swarm.network.round.claims import Claim, own_contribution
 from spes_swarm.network.round.silence import MAX_FOR_ONE, Silence
 from spes_swarm.network.run_state import RunState
 from spes_swarm.protocol.members.standing import Standing
@@ -29,7 +30,7 @@ from tests.helpers.auditors import LIAR, Auditor, asked, audit_all, auditors, be
 from tests.helpers.hosts import run
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.meeting import WINDOW_S, Meeting
-from tests.helpers.rounds import KEY, identities
+from tests.helpers.rounds import KEY, RUN_ID, identities
 from tests.helpers.run_settings import settings_without_trainer
 from tests.helpers.tiny_model import tiny_layout
 from tests.helpers.virtual_time import run_at_once
@@ -104,8 +105,11 @@ def test_who_is_silent_to_one_member_only_is_audited_through_another_and_noted_b
             await settled(members)
             assert asking == [AUDITOR, AUDITOR, HELPER]
             assert members[AUDITOR].proven == [states[0].averaging.peer_ids[LIAR]]
-            assert [noted(each) for each in members] == [set()] * 4
             assert not any(each.faults for each in members if each is not members[AUDITOR])
+            assert [f.kind for f in await asked(members, request(states[0], HIDING, lies[0]))] == [FrameKind.END]
+            await settled(members)  # as a helper, it has got nothing either, but knows better
+            assert asking[3:] == [AUDITOR, AUDITOR]
+            assert [noted(each) for each in members] == [set()] * 4
 
     run(test)
 
@@ -140,11 +144,47 @@ def test_if_the_first_helpers_get_nothing_all_others_are_asked(monkeypatch: pyte
             assert asking == [AUDITOR, AUDITOR, LIAR]
             members[AUDITOR].audits.end(keep=False)
             members[AUDITOR].audits.begin(states[AUDITOR])
+            liar_asked: list[object] = []
+
+            async def note(state: RoundState, channel: Channel, of: object, indices: Sequence[int]) -> None:
+                liar_asked.append(of)
+
+            monkeypatch.setattr(members[LIAR].audits._silence, "help", note)
             await audit(members[AUDITOR], reduced_by(states[0], LIAR))
             assert members[AUDITOR].proven == [states[0].averaging.peer_ids[LIAR]]
             assert asking[3:5] == [AUDITOR, AUDITOR]
-            assert LIAR not in asking[5:]  # it is not asked about its own result
+            assert not liar_asked  # about its own result
             assert noted(members[AUDITOR]) == set()
+
+    run(test)
+
+
+def test_a_claim_is_judged_although_the_fetch_that_completed_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = exchanged()
+    may_end, wrong_result = threading.Event(), Claim.wrong_result
+
+    def slow(claim: Claim) -> bytes | None:
+        assert may_end.wait(60)
+        return wrong_result(claim)
+
+    monkeypatch.setattr(Claim, "wrong_result", slow)
+
+    async def test() -> None:
+        async with auditors(states) as members:
+            audits = members[AUDITOR].audits
+            claim = Claim.of(states[AUDITOR], reduced_by(states[0], LIAR)[0])
+            for member in claim.members:
+                frame = own_contribution(states[member], claim.part)
+                assert frame is not None
+                assert claim.take(member, frame)
+            judging = asyncio.create_task(audits._judge(claim))
+            await asyncio.sleep(0)
+            judging.cancel()
+            await asyncio.wait({judging})
+            may_end.set()
+            await asyncio.wait(audits._examining)
+            await audits.proofs.added()
+            assert members[AUDITOR].proven == [states[0].averaging.peer_ids[LIAR]]
 
     run(test)
 
@@ -497,6 +537,20 @@ def test_leaders_do_not_wait_for_who_hides_and_leave_it_out(comes: bool, late_s:
     first, *others = run_at_once(hold(), late_s + 2.0)
     assert {member.peer_id for member in first.members} == {who.peer_id for who in meeting.honest}
     assert {group.id for group in others} == {first.id}
+
+
+@pytest.mark.parametrize("hides", [True, False])
+def test_who_is_left_out_does_not_call_others_to_a_round(hides: bool) -> None:
+    meeting = Meeting("HABC")
+    meeting.peers[0].leaves_out = lambda peer_id: hides
+
+    async def call() -> None:
+        await meeting.peers[0].start()
+        serve = meeting.wire.handlers[meeting.identity["A"].peer_id, "call"]
+        await serve(meeting.hostile.peer_id, {"run": RUN_ID, "round": 1})
+
+    run_at_once(call(), 2.0)
+    assert meeting.called == ([] if hides else [1])
 
 
 def test_a_peer_is_left_out_by_the_key_of_its_statement() -> None:

@@ -70,6 +70,7 @@ class Audits:
         self._begun = Changes()  # notified when audits of a commit begin
         self._served: Counter[str] = Counter()  # parts of it, by member
         self._task: asyncio.Task[None] | None = None
+        self._examining: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Registers the handlers."""
@@ -80,6 +81,8 @@ class Audits:
         """Ends the audits, as an exchange begins; `keep`: it takes back the commit, all of which is audited then."""
         if self._task is not None:
             self._task.cancel()
+        for task in self._examining:
+            task.cancel()
         self._silence.end(keep=keep)
         if not keep:
             self._state = None
@@ -142,6 +145,8 @@ class Audits:
             await asyncio.sleep(self._stall_s / 4)
             await self._gather(state, claims)
         await self._silence.resolve(state, asked.keys(), claims)
+        if self._examining:
+            await asyncio.wait(self._examining)
 
     async def _gather(self, state: RoundState, claims: Collection[Claim]) -> dict[int, list[Claim]]:
         """Fetches contributions; returns what was lacking before, by member."""
@@ -197,11 +202,20 @@ class Audits:
         await self._judge(claim)
 
     async def _judge(self, claim: Claim) -> None:
-        """Judges a claim, once all contributions to it are here."""
+        """Judges a claim, once all contributions to it are here.
+
+        It goes on if this is cancelled: whoever brings the last contribution ends the fetches from all other members.
+        """
         if not claim.lacking:
-            with suppress(ProtocolError):  # nothing follows
-                if (lie := await asyncio.to_thread(claim.wrong_result)) is not None:
-                    self.proofs.add_soon(lie)
+            task = asyncio.create_task(self._examine(claim))
+            self._examining.add(task)
+            task.add_done_callback(self._examining.discard)
+            await asyncio.shield(task)
+
+    async def _examine(self, claim: Claim) -> None:
+        with suppress(ProtocolError):  # nothing follows
+            if (lie := await asyncio.to_thread(claim.wrong_result)) is not None:
+                self.proofs.add_soon(lie)
 
     # Being audited.
 
