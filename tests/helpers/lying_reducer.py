@@ -5,12 +5,14 @@ gets the same lie: `flipped`, the opposite of the honest mean; `noisy`, noise as
 length; `stale`, no change at all; `loud`, noise that ruins a model in one round, where no bounds keep it out; `some`,
 the opposite in a tenth of the parts. `two-faced` gives the opposite to every other member. `forged` names roots that
 nobody has signed as those of the contributions to the opposite, and `dropping` leaves out one honest member's work.
+`hiding` gives the opposite to everybody, and shows its own contributions to no auditor.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,7 +22,9 @@ import numpy as np
 from scripts.testing.forked_peer import ForkServer
 from spes_swarm import join
 from spes_swarm.base.arrays import FloatArray
+from spes_swarm.network.link.wire import Channel
 from spes_swarm.network.round import sync_round
+from spes_swarm.network.round.audits import Audits
 from spes_swarm.protocol.averaging.commitments import Commitment
 from spes_swarm.protocol.averaging.signed_result import encode
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
@@ -43,7 +47,7 @@ LIES: dict[str, Callable[[FloatArray], FloatArray]] = {
     "stale": np.zeros_like,
     "loud": partial(_noise, rms=_LOUD_RMS),
 }
-KINDS = (*LIES, "some", "two-faced", "forged", "dropping")
+KINDS = (*LIES, "some", "two-faced", "forged", "dropping", "hiding")
 _FORGED = Commitment(bytes(32), bytes(64))
 
 
@@ -53,7 +57,7 @@ def launch_lying(kind: str, first_round: int) -> ForkServer:
 
 
 def _lying_main(kind: str, first_round: int, arguments: list[str]) -> int:
-    values = LIES.get(kind, np.negative if kind in ("some", "forged") else np.copy)
+    values = LIES.get(kind, np.negative if kind in ("some", "forged", "hiding") else np.copy)
 
     class Liar(RoundState):
         """Lies in every round from the first one on that it is told."""
@@ -93,7 +97,13 @@ def _lying_main(kind: str, first_round: int, arguments: list[str]) -> int:
             extra = encode(result.included, self.plan.num_members, signed, {} if sent is None else sent)
             return Frame(FrameKind.DATA, Form.DELTA, index, 0.0, extra, opposite)
 
-    with mock.patch.object(sync_round, "RoundState", Liar):
+    async def show_nothing(audits: Audits, state: RoundState, channel: Channel, indices: list[int]) -> None:
+        del audits, state, channel, indices
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sync_round, "RoundState", Liar))
+        if kind == "hiding":
+            stack.enter_context(mock.patch.object(Audits, "_show", show_nothing))
         return join.main(arguments)
 
 

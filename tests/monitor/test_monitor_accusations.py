@@ -132,7 +132,7 @@ def test_hostile_claims_are_harmless_and_few() -> None:
     shown = Watched().look(many | honest).excluded
     assert len(shown) == 64
     assert CULPRIT in [one.peer_id for one in shown]  # more name it
-    kinds = {peer_id(n): progress(without_duty=idle(CULPRIT, 1, *(f"k{n}-{i}" for i in range(4)))) for n in range(9)}
+    kinds = {peer_id(n): progress(without_duty=idle(CULPRIT, 1, *(f"k{n}-{i}" for i in range(2)))) for n in range(9)}
     (one,) = Watched().look(kinds).without_duty
     assert len(one.kinds) == 8
     assert SwarmState.from_json(Watched().look(kinds).to_json()).without_duty == (one,)

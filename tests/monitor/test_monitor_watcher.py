@@ -306,7 +306,10 @@ async def proven_liar(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
             run_id=manifest().run_id,
             run=SimpleNamespace(round=SimpleNamespace(stall_timeout_s=30.0)),
             settings=SimpleNamespace(proofs=None),
-            tracks=SimpleNamespace(conduct=SimpleNamespace(proven=Exclusions())),
+            tracks=SimpleNamespace(conduct=SimpleNamespace(exclusions=Exclusions())),
+            reference=SimpleNamespace(round=7),
+            identity=SimpleNamespace(peer_id=accuser.daemon.peer_id),
+            group=frozenset(),
         )
         strangers = Guests(admits=lambda peer_id: True, is_member=lambda peer_id: False)
         proofs = Proofs(accuser.daemon.p2p, run_state, ignore, strangers)

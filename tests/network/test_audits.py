@@ -3,144 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link.wire import Channel, open_channel
 from spes_swarm.network.round import audits as audits_module
-from spes_swarm.network.round.audits import Audits
 from spes_swarm.network.round.claims import own_contribution
 from spes_swarm.protocol.averaging.proof import open_proof
-from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
-from spes_swarm.protocol.rounds.plan import Part, Plan, make_plan
+from spes_swarm.protocol.rounds.plan import Part
 from spes_swarm.protocol.rounds.round_state import RoundState
-from spes_swarm.protocol.rounds.taking_back import Previous, Return
-from spes_swarm.protocol.rounds.track_record import TrackRecords
-from tests.helpers.hosts import MEMBERS, Host, hosts, run
-from tests.helpers.rounds import KEY, RUN_ID, UNBOUNDED, form, peer, small_layout
-
-LAYOUT = small_layout()
-STALL_S = 8.0  # a member that shows nothing is asked again after a quarter of it
-LIAR, SILENT = 0, 3
-
-
-class Liar(RoundState):
-    """Reduces to the mean with its sign flipped."""
-
-    def _mean(self, part: Part, accumulator: Any) -> FloatArray:
-        return -super()._mean(part, accumulator)
-
-
-@dataclass
-class Auditor:
-    """A member after the exchange."""
-
-    state: RoundState
-    audits: Audits
-    faults: list[tuple[str, ProtocolError]]
-
-    @property
-    def proven(self) -> list[str]:
-        return self.state.tracks.conduct.exclusions.culprits
-
-    async def done(self) -> None:
-        assert self.audits._task is not None
-        await asyncio.wait_for(self.audits._task, 120)
-        await self.audits.proofs.added()
-
-
-def exchanged(num_members: int = 4, *, lying: bool = True, keeping: bool = True) -> list[RoundState]:
-    """A committed exchange; the first member may lie, and the last may keep nothing of it."""
-    rng = np.random.default_rng(0)
-    initial_N = np.zeros(LAYOUT.num_elements, np.float32)
-    members = [peer(LAYOUT, initial_N, range(4), previous=kept(keeping or i != SILENT)) for i in range(num_members)]
-    for who in members:
-        who.live_N += rng.normal(0, 1, LAYOUT.num_elements).astype(np.float32)
-    group = form(members, 3)
-    plan = make_plan(group, LAYOUT, 64)
-    states = [
-        (Liar if lying and i == LIAR else RoundState)(
-            group, plan, i, m.reference, m.live_N, get_codec("fp16"), UNBOUNDED, KEY, TrackRecords(), None, m.previous
-        )
-        for i, m in enumerate(members)
-    ]
-    for sender in states:
-        for target in states:
-            for part in plan.pushes(sender.me, target.me):
-                target.accept(sender.me, sender.push_frame(part))
-    for state in states:
-        for index, part in state.wanted.items():
-            if part.reducer != state.me:
-                frame = states[part.reducer].result_frame(index, state.me)
-                assert frame is not None
-                state.store_result(frame)
-    for state in states:
-        state.commit()
-    return states
-
-
-def kept(whether: bool) -> Previous:
-    vectors = [np.zeros(LAYOUT.num_elements, np.float32) for _ in range(2)] if whether else []
-    return Previous(*vectors)
-
-
-@asynccontextmanager
-async def auditors(states: list[RoundState], folder: Path | None = None) -> AsyncIterator[list[Auditor]]:
-    """The members, connected with each other."""
-    async with hosts(len(states)) as found:
-        by_id = {host.peer_id: host for host in found}
-        for host in found[1:]:
-            for other in found[: found.index(host)]:
-                await host.connect(other)
-        started = [await auditor(by_id[state.averaging.peer_ids[state.me]], state, folder) for state in states]
-        try:
-            yield started
-        finally:
-            for each in started:
-                each.audits.end(keep=False)
-                each.audits._current = lambda: None
-            for each in started:
-                each.audits._begun.notify()  # nobody waits for a commit any more
-            await asyncio.sleep(0.1)
-
-
-async def auditor(host: Host, state: RoundState, folder: Path | None) -> Auditor:
-    settings = SimpleNamespace(proofs=None if folder is None else folder / host.peer_id)
-    round_config = SimpleNamespace(round=SimpleNamespace(stall_timeout_s=STALL_S))
-    run_state: Any = SimpleNamespace(run_id=RUN_ID, run=round_config, settings=settings, tracks=state.tracks)
-    faults: list[tuple[str, ProtocolError]] = []
-    audits = Audits(host.daemon.p2p, run_state, lambda *fault: faults.append(fault), MEMBERS, lambda: state)
-    await audits.start()
-    return Auditor(state, audits, faults)
-
-
-def audit_all(each: Auditor, later: int = 0) -> None:
-    """Begins an audit of all parts, as if the commit had been some rounds later."""
-    plan = replace(each.state.plan, round=each.state.plan.round + later)
-    each.audits.begin(replace_plan(each.state, plan))
-
-
-def replace_plan(state: RoundState, plan: Plan) -> RoundState:
-    other = copy(state)
-    other.plan = plan
-    return other
-
-
-def begin(members: list[Auditor]) -> None:
-    """All have committed."""
-    for each in members:
-        each.audits.begin(each.state)
+from spes_swarm.protocol.rounds.taking_back import Return
+from tests.helpers.auditors import LIAR, SILENT, asked, audit_all, auditors, begin, exchanged
+from tests.helpers.hosts import run
 
 
 @pytest.fixture(autouse=True)
@@ -323,22 +201,6 @@ def test_what_auditors_may_ask_for(hello: dict[str, Any], why: str | None) -> No
                 assert frames[-1].error_text().startswith(why)
 
     run(test)
-
-
-async def asked(members: list[Auditor], hello: dict[str, Any]) -> list[Frame]:
-    """What the second member answers to the first."""
-    other = members[1].state.averaging.peer_ids[1]
-    async with open_channel(members[0].audits._p2p, other, f"{RUN_ID}/audit", 60.0) as channel:
-        await channel.send_hello(**hello)
-        return [frame async for frame in frames_of(channel)]
-
-
-async def frames_of(channel: Channel) -> AsyncIterator[Frame]:
-    while True:
-        frame = await channel.receive(1 << 20)
-        yield frame
-        if frame.kind is not FrameKind.DATA:
-            return
 
 
 def test_an_exchange_that_is_over_is_not_shown() -> None:

@@ -296,3 +296,78 @@ def test_liars_soon_reduce_nothing(number: int, liars: int, useful: float) -> No
             else:
                 stood += 1
         assert stood > useful * 600
+
+
+# Hiding from auditors.
+
+
+def silent(conduct: Conduct, rounds: Iterable[int], key: bytes = b"key") -> None:
+    """Has a peer that has this key show its work of these rounds to nobody."""
+    for number in rounds:
+        conduct.note_key("d", key)
+        conduct.note_silence("d", number, key)
+
+
+def test_a_peer_hides_after_three_silences_with_the_key_that_it_has() -> None:
+    conduct = among()
+    silent(conduct, [10, 10, 20])  # a round counts once
+    assert not conduct.hides("d", 21)
+    assert conduct.doubts("d", 21) == ()
+    silent(conduct, [30])
+    assert conduct.hides("d", 31)
+    assert conduct.doubts("d", 31) == ("audit",)
+    assert not conduct.hides("a", 31)
+    assert not conduct.hides("somebody", 31)
+    assert [number for number in range(31, 200) if conduct.hides("d", number)] == list(range(31, 75))
+    assert conduct.doubted(75) == set()
+
+
+def test_who_crashes_now_and_then_does_not_hide() -> None:
+    """A peer that crashes after a commit comes back with another key."""
+    conduct = among()
+    for crash in range(40):
+        silent(conduct, [8 * crash], key=b"%d" % crash)
+        assert not conduct.hides("d", 8 * crash + 1)
+    restless = among()
+    for crash in range(40):
+        silent(restless, [7 * crash], key=b"%d" % crash)
+        assert restless.hides("d", 7 * crash + 1) == (crash >= 8)
+
+
+def test_another_key_clears_a_peer_until_it_has_been_silent_nine_times_in_all() -> None:
+    conduct = among()
+    for restart, key in enumerate((b"first", b"second", b"third")):
+        begin = 10 * restart
+        silent(conduct, range(begin, begin + 3), key)
+        assert conduct.hides("d", begin + 3)
+        conduct.note_key("d", b"new")
+        assert conduct.hides("d", begin + 3) == (restart == 2)
+    assert [number for number in range(23, 200) if conduct.hides("d", number)] == list(range(23, 65))
+
+
+def test_a_key_that_a_peer_had_before_counts_if_it_has_it_again() -> None:
+    conduct = among()
+    silent(conduct, [1, 2, 3], b"first")
+    silent(conduct, [4], b"second")
+    assert not conduct.hides("d", 5)
+    conduct.note_key("d", b"first")
+    assert conduct.hides("d", 5)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from([b"x", b"y", b"z"])), max_size=60), st.integers(0, 80))
+def test_hiding_is_a_matter_of_two_counts(steps: list[tuple[int, bytes]], later: int) -> None:
+    conduct, number, noted = among(), 0, dict[int, bytes]()
+    for pause, key in steps:
+        number += pause
+        silent(conduct, [number], key)
+        noted.setdefault(number, key)
+    at = number + later
+    keys = [key for silence, key in noted.items() if at - silence <= 64]
+    assert conduct.hides("d", at) == bool(steps and (keys.count(steps[-1][1]) > 2 or len(keys) > 8))
+
+
+def test_keys_of_strangers_are_not_remembered() -> None:
+    conduct = among()
+    for number in range(5000):
+        conduct.note_key(f"stranger{number}", b"key")
+    assert not conduct._peers

@@ -5,6 +5,9 @@ to take back the commit, and repeats the reducer's work. All of it is signed, so
 contributions is a proof against its reducer (proofs.py). A contributor also shows which result it got, so a reducer
 that hands out two different ones is found in the same way.
 
+A contributor that does not show its work makes the results that include it unverifiable. The auditor then asks for it
+through other members, and whoever gets nothing notes that (silence.py; what follows: protocol/rounds/conduct.py).
+
 After a commit has been taken back, its members share out all of its parts. Audits end when the next exchange begins.
 """
 
@@ -13,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from random import Random
 from secrets import randbits
+from typing import Any
 
 import numpy as np
 from hivemind.p2p import P2P
@@ -28,6 +32,7 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
 from spes_swarm.network.round.claims import Claim, can_audit, lacking, own_contribution, read_seen, with_seen
 from spes_swarm.network.round.proofs import Proofs
+from spes_swarm.network.round.silence import Silence, can_reach
 from spes_swarm.network.run_state import RunState
 from spes_swarm.protocol.averaging.lottery import draw, num_audits, shared_out
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
@@ -35,7 +40,8 @@ from spes_swarm.protocol.rounds.round_state import RoundState
 
 _MAX_HELLO_BYTES = 1024
 _AT_A_TIME = 8  # parts whose contributions are in memory
-_SERVED_PARTS = 64  # that one member may ask for after a commit, or four times an equal share of all parts
+# Parts that one member may ask for after a commit, partly for others; or four times an equal share of all parts.
+_SERVED_PARTS = 96
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -59,10 +65,12 @@ class Audits:
         self._current = current
         self._name = f"{run.run_id}/audit"
         self._stall_s = run.run.round.stall_timeout_s
+        self._silence = Silence(run, self._fetch)
         self._state: RoundState | None = None  # of the last commit that was not a return
         self._begun = Changes()  # notified when audits of a commit begin
         self._served: Counter[str] = Counter()  # parts of it, by member
         self._task: asyncio.Task[None] | None = None
+        self._examining: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Registers the handlers."""
@@ -73,6 +81,9 @@ class Audits:
         """Ends the audits, as an exchange begins; `keep`: it takes back the commit, all of which is audited then."""
         if self._task is not None:
             self._task.cancel()
+        for task in self._examining:
+            task.cancel()
+        self._silence.end(keep=keep)
         if not keep:
             self._state = None
             self._served.clear()
@@ -134,61 +145,78 @@ class Audits:
             # A peer that has begun the next exchange shows nothing of the last one. Then this one does so, too, soon.
             await asyncio.sleep(self._stall_s / 4)
             await self._gather(state, claims)
-            self._note_unanswered(state, set(asked), asked.keys() & lacking(claims).keys())
-
-    def _note_unanswered(self, state: RoundState, asked: Collection[int], silent: Iterable[int]) -> None:
-        silent = [member for member in silent if state.group.members[member].statement.reachable]
-        if 2 * len(silent) >= max(len(asked), 3):
-            return  # it may be this peer's line
-        for member in silent:
-            peer_id = state.averaging.peer_ids[member]
-            if not state.group.members[member].statement.leaving:
-                _LOGGER.info("%s does not show its contributions to round %d", peer_id, state.plan.round)
-                self._run.tracks.conduct.note_unanswered(peer_id, state.plan.round)
+        await self._silence.resolve(state, asked.keys(), claims)
+        if self._examining:
+            await asyncio.wait(self._examining)
 
     async def _gather(self, state: RoundState, claims: Collection[Claim]) -> dict[int, list[Claim]]:
-        """Fetches contributions; returns what was lacking before, by member.
-
-        Two members that cannot be reached have no connection to each other.
-        """
-        can_reach_clients = state.group.members[state.me].statement.reachable
+        """Fetches contributions; returns what was lacking before, by member."""
         asked = {
             member: wanted
             for member, wanted in lacking(claims).items()
-            if member != state.me and (can_reach_clients or state.group.members[member].statement.reachable)
+            if member != state.me and can_reach(state, member)
         }
         await asyncio.gather(*(self._fetch(state, member, wanted) for member, wanted in asked.items()))
         return asked
 
-    async def _fetch(self, state: RoundState, member: int, claims: Sequence[Claim]) -> None:
-        """Asks a member for its contributions, and which results it got. All must come within two stall timeouts."""
+    async def _fetch(
+        self, state: RoundState, member: int, claims: Sequence[Claim], through: int | None = None
+    ) -> list[Frame]:
+        """Asks a member for its contributions, and which results it got. All must come within two stall timeouts.
+
+        `through`: another member, which is asked to ask it; that one has two stall timeouts for itself.
+        """
         wanted = {claim.part.index: claim for claim in claims}
         most = max(state.codec.num_bytes(claim.part.size) for claim in claims)
-        listed = np.array(sorted(wanted), dtype="<u4").tobytes()
-        peer_id = state.averaging.peer_ids[member]
+        hello: dict[str, Any] = {"group": state.group.id, "parts": np.array(sorted(wanted), dtype="<u4").tobytes()}
+        peer_id, asked, stall_s = state.averaging.peer_ids[member], member, self._stall_s
+        if through is not None:
+            hello["of"], asked, stall_s = peer_id, through, 3 * self._stall_s
+        frames: list[Frame] = []
         with suppress(*STREAM_ERRORS, ProtocolError):
             async with (
-                asyncio.timeout(2 * self._stall_s),
-                open_channel(self._p2p, peer_id, self._name, self._stall_s) as channel,
+                asyncio.timeout(max(stall_s, 2 * self._stall_s)),
+                open_channel(self._p2p, state.averaging.peer_ids[asked], self._name, stall_s) as channel,
             ):
-                await channel.send_hello(group=state.group.id, parts=listed)
+                await channel.send_hello(**hello)
                 while (frame := await channel.receive(most)).kind is FrameKind.DATA and frame.part in wanted:
-                    claim = wanted.pop(frame.part)
-                    opening, seen = read_seen(frame.extra)
-                    if not claim.take(member, replace(frame, extra=opening)):
-                        _LOGGER.info("%s shows another contribution than it has sent", peer_id)
-                    if seen is not None:
-                        with suppress(ProtocolError):  # nothing follows from what the reducer has not signed
-                            if (lie := claim.other_result(*seen)) is not None:
-                                self.proofs.add_soon(lie)
-                    await self._judge(claim)
+                    frames.append(frame)
+                    await self._take(wanted.pop(frame.part), member, frame)
+        return frames
+
+    async def _take(self, claim: Claim, member: int, frame: Frame) -> None:
+        """Takes in what has been shown of a claim.
+
+        Raises:
+            ProtocolError: it is malformed.
+        """
+        if member not in claim.lacking:
+            return  # it has come another way
+        opening, seen = read_seen(frame.extra)
+        if not claim.take(member, replace(frame, extra=opening)):
+            who = claim.state.averaging.peer_ids[member]
+            _LOGGER.info("what is shown of %s is not what the reducer has signed for", who)
+        if seen is not None:
+            with suppress(ProtocolError):  # nothing follows from what the reducer has not signed
+                if (lie := claim.other_result(*seen)) is not None:
+                    self.proofs.add_soon(lie)
+        await self._judge(claim)
 
     async def _judge(self, claim: Claim) -> None:
-        """Judges a claim, once all contributions to it are here."""
+        """Judges a claim, once all contributions to it are here.
+
+        It goes on if this is cancelled: whoever brings the last contribution ends the fetches from all other members.
+        """
         if not claim.lacking:
-            with suppress(ProtocolError):  # nothing follows
-                if (lie := await asyncio.to_thread(claim.wrong_result)) is not None:
-                    self.proofs.add_soon(lie)
+            task = asyncio.create_task(self._examine(claim))
+            self._examining.add(task)
+            task.add_done_callback(self._examining.discard)
+            await asyncio.shield(task)
+
+    async def _examine(self, claim: Claim) -> None:
+        with suppress(ProtocolError):  # nothing follows
+            if (lie := await asyncio.to_thread(claim.wrong_result)) is not None:
+                self.proofs.add_soon(lie)
 
     # Being audited.
 
@@ -197,9 +225,14 @@ class Audits:
         group_id, listed = hello.get("group"), hello.get("parts")
         if not isinstance(group_id, bytes) or not isinstance(listed, bytes) or len(listed) % 4:
             raise ProtocolError("malformed", "an audit names a group and lists parts as 32-bit numbers")
+        of = hello.get("of")  # the member whose contributions are asked for, if it is not this one
         state = await self._committed(group_id)
         if state is not None:
-            await self._show(state, channel, np.unique(np.frombuffer(listed, dtype="<u4")).tolist())
+            indices: list[int] = np.unique(np.frombuffer(listed, dtype="<u4")).tolist()
+            if of is None:
+                await self._show(state, channel, indices)
+            else:
+                await self._silence.help(state, channel, of, indices)
         await channel.send(Frame(FrameKind.END))
 
     async def _committed(self, group_id: bytes) -> RoundState | None:

@@ -152,8 +152,10 @@ class SyncRounds:
         )
         # Nobody has waited for peers whose records or first answers come during the exchange.
         absent = run.roster.absent({member.peer_id for member in group.members})
-        for peer_id in filter(run.roster.standing.is_member, absent):  # a newcomer may just not be ready yet
-            run.roster.lose(peer_id)
+        standing = run.roster.standing
+        for peer_id in filter(standing.is_member, absent):  # a newcomer may just not be ready yet
+            if not standing.leaves_out(peer_id):
+                run.roster.lose(peer_id)
         self.audits.end(keep=plan.taken_back is not None)
         try:
             with self.transfer.round_under_way():

@@ -47,7 +47,7 @@ def check_disk(work: Workload, experts: int, peer: PeerConfig) -> tuple[Workload
         if files:
             advice = "use --foreign-storage device, a smaller form of --foreign-experts, or"
         if work.previous == "disk":
-            advice += " --previous-reference none (then this peer will reduce nothing), or"
+            advice += " --previous-reference none (then others soon leave this peer out of rounds), or"
         raise CapacityError(
             f"{peer.output_dir}: {gigabytes(needed)} are needed on its disk{part}, but only {gigabytes(free)} are "
             f"free; {advice} an --output-dir on a larger disk"

@@ -9,8 +9,14 @@ most: its own results are late then, and one whose results are late in three of 
 A member with a slow line is late in this sense through no fault of its own: its work is in the rounds as far as it
 arrives, and nothing else follows. Doubts are another matter. A member is doubted for what no slow line explains: work
 or results that never came, results or contributions outside their bounds, rounds that it led and did not close, and
-work that it did not show to auditors. One of which a lie is proven is doubted until it is pardoned.
+work that it hides from auditors. One of which a lie is proven is doubted until it is pardoned.
 Doubts are one peer's opinion, and have an effect only where most agree; see vouchers.py.
+
+A member whose work is included in a result and that does not show it to auditors protects the reducer, which may be
+itself. One crash is such a silence, too. But a peer that has crashed comes back as another process with another signing
+key, so a peer *hides* only after several silences with the key that it has, or after many. One that hides is doubted,
+and a leader from which it hides leaves it out of groups, until enough of its silences are long ago: then no result
+includes what cannot be verified.
 
 If a commit is taken back (see taking_back.py), nothing shows which of its reducers did harm, if any. Half of them rest:
 those that reduced in the largest number of such commits since a commit of theirs last stood, and of equals a draw by
@@ -35,6 +41,8 @@ _REST_ROUNDS = 2 * _REMEMBERED  # in which a peer reduces nothing whose results 
 _MAX_DOUBLINGS = 6  # of the rest after commits that were taken back: to a thousand rounds
 # Leading is a duty of one round in as many as there are members, and a leader that fails costs a whole window.
 _LEADER_REMEMBERED, _TOLERATED_STALLS = 64, 1
+# Rounds in which work was not shown: of the last 64, so many with the present key, and so many in all, are tolerated.
+_SILENCE_REMEMBERED, _TOLERATED_SILENCES, _TOLERATED_ALL_SILENCES = 64, 2, 8
 _MAX_PEERS = 4096  # remembered; those met least recently are forgotten first
 _NOISE_S = 0.25  # times that are shorter say more about the other processes of a machine than about a line
 _LATE_FACTOR = 2.0  # see `limit_s`
@@ -61,6 +69,9 @@ class _Record:
     late_results: deque[int] = field(default_factory=lambda: deque(maxlen=_TOLERATED_RESULTS + 1))
     failed: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=_TOLERATED_FAULTS + 1))
     stalled: deque[int] = field(default_factory=lambda: deque(maxlen=_TOLERATED_STALLS + 1))
+    # Rounds whose work it did not show, with the signing key that it had; and the key that it has.
+    silences: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=_TOLERATED_ALL_SILENCES + 1))
+    key: bytes = b""
     rests_until: int = 0  # it reduces nothing before this round
     taken_back: int = 0  # commits with its results that were taken back, since the last one that stood
 
@@ -110,11 +121,26 @@ class Conduct:
         if round_number not in stalled:
             stalled.append(round_number)
 
-    def note_unanswered(self, peer_id: str, round_number: int) -> None:
-        """Notes that a peer did not show its contributions to a round."""
-        failed = self._of(peer_id).failed
-        if (round_number, "audit") not in failed:
-            failed.append((round_number, "audit"))
+    def note_silence(self, peer_id: str, round_number: int, key: bytes) -> None:
+        """Notes that a peer, with this signing key, did not show its contributions to a round."""
+        record = self._of(peer_id)
+        record.key = record.key or key
+        if all(number != round_number for number, _ in record.silences):
+            record.silences.append((round_number, key))
+
+    def note_key(self, peer_id: str, key: bytes) -> None:
+        """Notes the signing key that a peer has: it is another one in each process."""
+        record = self._peers.get(peer_id)  # strangers are not remembered for their keys
+        if record is not None:
+            record.key = key
+
+    def hides(self, peer_id: str, round_number: int) -> bool:
+        """Returns True if a peer hides its work from auditors, as far as this one has seen before a round."""
+        record = self._peers.get(peer_id)
+        if record is None:
+            return False
+        keys = [key for number, key in record.silences if round_number - number <= _SILENCE_REMEMBERED]
+        return keys.count(record.key) > _TOLERATED_SILENCES or len(keys) > _TOLERATED_ALL_SILENCES
 
     def note_commit(self, reducers: Iterable[str]) -> None:
         """Notes a commit with its reducers; the one before it was not taken back."""
@@ -218,6 +244,8 @@ class Conduct:
             stalls = [number for number in record.stalled if round_number - number <= _LEADER_REMEMBERED]
             if len(stalls) > _TOLERATED_STALLS:
                 reasons.add("leader")
+            if self.hides(peer_id, round_number):
+                reasons.add("audit")
         return tuple(sorted(reasons))
 
     def doubted(self, round_number: int) -> set[str]:
