@@ -40,7 +40,12 @@ def check_disk(work: Workload, experts: int, peer: PeerConfig) -> tuple[Workload
         free = shutil.disk_usage(existing_parent(checkpoints)).free
     needed = files + vectors + (0 if existing else each)
     if needed > free and work.previous == "disk" and peer.previous_reference == "auto":
-        return check_disk(replace(work, previous="none"), experts, peer)
+        work, note = check_disk(replace(work, previous="none"), experts, peer)
+        lacking = (
+            f"the disk of {peer.output_dir} has no space for the weights before the last round, without which this peer "
+            f"cannot show its work: others will leave it out of rounds until {gigabytes(needed - free)} are freed"
+        )
+        return work, "; ".join(filter(None, [lacking, note]))
     if needed > free:
         part = "" if existing else f", {gigabytes(each)} of it for a checkpoint"
         advice = "free some space, or use"

@@ -79,7 +79,9 @@ def test_files_that_do_not_fit_on_the_disk_are_refused_before_they_are_created(t
         for left in (needed, needed - 1):
             patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=left))  # noqa: B023  # called at once
             if left == needed:
-                assert plan_peer(FOUR_LAYERS, peer, CPU, num_ranks=2).previous == "none"  # there is no space for it
+                found = plan_peer(FOUR_LAYERS, peer, CPU, num_ranks=2)
+                assert found.previous == "none"  # there is no space for it
+                assert "has no space for the weights before the last round" in found.note
                 continue
             with pytest.raises(CapacityError, match=r" MB are needed on its disk, .* but only .*; use --foreign-st"):
                 plan_peer(FOUR_LAYERS, peer, CPU, num_ranks=2)
