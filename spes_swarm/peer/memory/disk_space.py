@@ -42,8 +42,8 @@ def check_disk(work: Workload, experts: int, peer: PeerConfig) -> tuple[Workload
     if needed > free and work.previous == "disk" and peer.previous_reference == "auto":
         work, note = check_disk(replace(work, previous="none"), experts, peer)
         lacking = (
-            f"the disk of {peer.output_dir} has no space for the weights before the last round, without which this peer "
-            f"cannot show its work: others will leave it out of rounds until {gigabytes(needed - free)} are freed"
+            f"the disk of {peer.output_dir} has no space for the weights before the last round, without which this "
+            f"peer cannot show its work: others will leave it out of rounds until {gigabytes(needed - free)} are freed"
         )
         return work, "; ".join(filter(None, [lacking, note]))
     if needed > free:
