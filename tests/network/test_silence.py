@@ -21,12 +21,13 @@ from spes_swarm.network.round import silence as silence_module
 from spes_swarm.network.round.claims import Claim, own_contribution
 from spes_swarm.network.round.silence import MAX_FOR_ONE, Silence
 from spes_swarm.network.run_state import RunState
+from spes_swarm.protocol.averaging.lottery import num_audits
 from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Part
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
-from tests.helpers.auditors import LIAR, Auditor, asked, audit_all, auditors, begin, exchanged
+from tests.helpers.auditors import LIAR, STALL_S, Auditor, asked, audit_all, auditors, begin, exchanged
 from tests.helpers.hosts import run
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.meeting import WINDOW_S, Meeting
@@ -282,6 +283,30 @@ def test_silence_that_may_have_another_reason_is_not_noted(monkeypatch: pytest.M
             assert [noted(each) for each in members] == [set(), set(), {3}, set()]
 
     run(behind)
+
+
+@pytest.mark.parametrize(("times", "is_noted"), [(1.01, True), (0.99, False)])
+def test_who_cannot_send_what_all_may_ask_for_in_time_is_not_noted(
+    times: float, is_noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = exchanged()
+    parts = states[0].plan.parts
+    mean_bytes = sum(states[0].codec.num_bytes(part.size) for part in parts) / len(parts)
+    num_others, each_asks_for = len(states) - 1, num_audits(len(states))
+    needed_mbps = num_others * each_asks_for * mean_bytes * 8 / 1e6 / STALL_S
+
+    async def test() -> None:
+        async with auditors(states) as members:
+            for each in members:
+                rates = {states[0].averaging.peer_ids[HIDING]: times * needed_mbps}
+                monkeypatch.setattr(each.state.tracks.conduct, "rates", lambda rates=rates: rates)
+            hide(members[HIDING])
+            begin(members)
+            await audit(members[AUDITOR], reduced_by(states[0], LIAR))
+            await settled(members)
+            assert [HIDING in noted(each) for each in members] == [False, is_noted, is_noted, False]
+
+    run(test)
 
 
 def test_when_the_next_exchange_begins_helpers_ask_no_further_and_note_nothing() -> None:

@@ -13,12 +13,14 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from random import SystemRandom
+from statistics import fmean
 from typing import Protocol
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import Channel
 from spes_swarm.network.round.claims import Claim, can_audit, lacking
 from spes_swarm.network.run_state import RunState
+from spes_swarm.protocol.averaging.lottery import num_audits
 from spes_swarm.protocol.rounds.frames import Frame
 from spes_swarm.protocol.rounds.round_state import RoundState
 
@@ -206,9 +208,20 @@ class Silence:
         for member in self._silent.intersection(silent) - self._apart - self._noted:
             self._noted.add(member)
             who = state.group.members[member]
-            if not who.statement.leaving:
+            if not (who.statement.leaving or self._is_slow(state, who.peer_id)):
                 _LOGGER.info("%s does not show its contributions to round %d", who.peer_id, state.plan.round)
                 self._run.tracks.conduct.note_silence(who.peer_id, state.plan.round, who.signer.key)
+
+    def _is_slow(self, state: RoundState, peer_id: str) -> bool:
+        """Returns True if a member's line is too slow for what all others may ask it for, within a stall timeout.
+
+        Whoever only plays slow reduces little, and nobody waits for its contributions.
+        """
+        rate_mbps = self._run.tracks.conduct.rates().get(peer_id)
+        sizes = [state.codec.num_bytes(part.size) for part in state.plan.parts]
+        num_members = state.plan.num_members
+        asked_bytes = num_audits(num_members) * (num_members - 1) * fmean(sizes)
+        return rate_mbps is not None and 8e-6 * asked_bytes > self._stall_s * rate_mbps
 
     def _is_behind(self, state: RoundState) -> bool:
         """Returns True if the swarm has committed rounds that this peer has missed: nobody shows older ones."""
