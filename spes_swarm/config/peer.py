@@ -40,7 +40,7 @@ class PeerConfig(Section):
     reference_storage: Annotated[str, Pattern(r"auto|memory|disk", "auto, memory or disk")] = "auto"
     # Where what takes back the last commit is: a second reference, and this peer's trained weights before it; auto: on
     # the disk if memory is short or the reference is there; none: other peers send it if need be, and as this peer
-    # cannot show its work in audits, others leave it out of rounds once they have noticed.
+    # cannot show its work in audits, it will reduce nothing and lead no rounds.
     previous_reference: Annotated[str, Pattern(r"auto|memory|disk|none", "auto, memory, disk or none")] = "auto"
     # How the experts of a layer are computed.
     kernel: Annotated[str, Pattern(r"torch|megablocks|loop", "torch, megablocks or loop")] = "torch"

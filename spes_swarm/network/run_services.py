@@ -111,7 +111,7 @@ class RunServices(RunCommands):
             on_called=lambda round_number: listener.notify(Called(round_number)),
             on_ahead=self._on_ahead,
             leaves_out=lambda peer: state.roster.standing.leaves_out(peer) or not door.admits(peer),
-            vet=state.noting_keys(door.vet_statement),
+            vet=door.vet_statement,
             find_others=self._company.find_again,
             on_stall=state.tracks.conduct.note_stall,
             without_duty=lambda: state.roster.standing.without_duty,
@@ -331,7 +331,7 @@ class RunServices(RunCommands):
     def _view(self) -> SwarmView:
         roster, own_round, me = self._state.roster, self._state.reference.round, self._state.identity.peer_id
         volunteering = self._announcer.volunteering
-        answering, contributors = roster.answering(), roster.contributors()
+        answering, voices = roster.answering(), roster.voices()
         ready = tuple(view.peer_id for view in answering if view.progress.state in ("waiting", "training"))
         dead_votes, reports = roster.dead_votes()
         held = {e for view in answering for e in view.progress.experts} | set(self._state.leases.held)
@@ -341,7 +341,7 @@ class RunServices(RunCommands):
             num_training=sum(view.progress.state == "training" for view in answering),
             tokens_per_step=roster.tokens_per_step(self._announcer.tokens_per_step),
             tokens=roster.tokens_since_commit(own_round, self._state.run.round.progress_ttl_s),
-            tokens_per_second=sum(view.progress.tokens_per_second for view in contributors),
+            tokens_per_second=sum(view.progress.tokens_per_second for view in voices),
             at=time.monotonic(),
             swarm_round=roster.swarm_round(own_round),
             experts_covered=len(held),
@@ -349,7 +349,7 @@ class RunServices(RunCommands):
             data=roster.data_positions(),
             routing_reports=reports,
             dead_votes=dead_votes,
-            excluded=tuple(self._state.tracks.conduct.exclusions.culprits),
+            excluded=self._state.tracks.conduct.exclusions.excluded,
             without_duty=tuple(roster.standing.without_duty),
             publishing_periods=periods_to_wait(self._volunteers, volunteering[0], me) if volunteering else 0,
         )

@@ -13,7 +13,7 @@ from spes_swarm.base.address import peer_id_of
 from spes_swarm.base.arrays import FloatArray, attach_from
 from spes_swarm.config.run import RunConfig
 from spes_swarm.port.messages import RunSettings
-from spes_swarm.protocol.averaging.commitments import KEY_BYTES, SigningKey
+from spes_swarm.protocol.averaging.commitments import SigningKey
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.members.identity import Identity
@@ -22,7 +22,6 @@ from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.members.swarm_tokens import SwarmTokens
 from spes_swarm.protocol.ownership.lease_table import Leases
 from spes_swarm.protocol.ownership.reassignment import Rules
-from spes_swarm.protocol.rounds.statement import Statement, Vet
 from spes_swarm.protocol.rounds.taking_back import Previous
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 
@@ -44,9 +43,6 @@ class RunState:
     lineage: Lineage = field(default_factory=lambda: Lineage({}))
     swarm_tokens: SwarmTokens = field(default_factory=SwarmTokens)
     group: frozenset[str] = frozenset()  # the members of the last group, which may be exchanging still
-
-    def __post_init__(self) -> None:
-        self.roster.standing.hides = lambda peer_id: self.tracks.conduct.hides(peer_id, self.reference.round + 1)
 
     @classmethod
     def of(cls, identity: Identity, settings: RunSettings) -> Self:
@@ -74,16 +70,6 @@ class RunState:
     def is_member(self, peer_id: str) -> bool:
         """Returns True if slots and upload are reserved for a peer, if only for the exchange that it takes part in."""
         return peer_id in self.group or self.roster.standing.reserves_for(peer_id)
-
-    def noting_keys(self, vet: Vet) -> Vet:
-        """Has the signing keys noted of peers whose statements pass `vet`: a peer that restarts has a new one."""
-
-        def vet_and_note(peer_id: str, statement: Statement) -> float:
-            weight = vet(peer_id, statement)
-            self.tracks.conduct.note_key(peer_id, statement.certificate[:KEY_BYTES])
-            return weight
-
-        return vet_and_note
 
     @cached_property
     def certificate(self) -> bytes:

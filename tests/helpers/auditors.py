@@ -151,9 +151,9 @@ def begin(members: list[Auditor]) -> None:
         each.audits.begin(each.state)
 
 
-async def asked(members: list[Auditor], hello: dict[str, Any], by: int = 0) -> list[Frame]:
-    """What the second member answers to the first, or to another one."""
-    other = members[1].state.averaging.peer_ids[1]
+async def asked(members: list[Auditor], hello: dict[str, Any], by: int = 0, whom: int = 1) -> list[Frame]:
+    """What one member answers to another one."""
+    other = members[1].state.averaging.peer_ids[whom]
     async with open_channel(members[by].audits._p2p, other, f"{RUN_ID}/audit", 60.0) as channel:
         await channel.send_hello(**hello)
         return [frame async for frame in frames_of(channel)]

@@ -78,6 +78,8 @@ def test_who_does_not_show_its_work_in_three_rounds_is_doubted() -> None:
                 await judge.done()
             for later in (1, 2):
                 assert silent not in conduct.doubted(3 + later)
+                for each in members:
+                    each.audits._silence.end(keep=False)
                 audit_all(judge, later)
                 await judge.done()
             assert conduct.doubts(silent, 5) == ("audit",)
@@ -119,6 +121,8 @@ def test_other_bytes_than_were_pushed_are_not_taken(monkeypatch: pytest.MonkeyPa
         async with auditors(states) as members:
             begin(members)
             for later in range(3):
+                for each in members:
+                    each.audits._silence.end(keep=False)
                 audit_all(members[1], later)
                 await members[1].done()
             assert members[1].state.tracks.conduct.doubts(other, 5) == ("audit",)

@@ -115,7 +115,7 @@ def test_a_proof_is_passed_on_verified_and_kept(tmp_path: Path) -> None:
             assert second.excluded == [LIAR.peer_id]
             ((culprit, error),) = second.faults
             assert (culprit, error.kind) == (LIAR.peer_id, "proven")
-            assert "it lied in round 7, part 5: it has signed two different results; it is excluded" in str(error)
+            assert "it lied in round 7, part 5: it has signed two different results; it is excluded once" in str(error)
             assert second.told == 1
             assert not await second.reads(first)
         async with keepers(None, tmp_path) as (_, again):
@@ -213,7 +213,7 @@ def test_a_culprit_with_which_this_peer_is_in_a_group_is_excluded_later() -> Non
             await only.proofs.add(A_PROOF)
             exclusions = only.run.tracks.conduct.exclusions
             assert LIAR.peer_id not in exclusions
-            exclusions.agreed(21, only.run.group, [only.peer_id], [exclusions.marks()])
+            exclusions.agreed(21, {LIAR.peer_id: b"", only.peer_id: exclusions.marks()}, [only.peer_id])
             assert LIAR.peer_id in exclusions
 
     run(test)

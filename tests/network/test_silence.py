@@ -14,27 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.config.manifest import found_run
 from spes_swarm.network.link.wire import Channel
 from spes_swarm.network.round import audits as audits_module
 from spes_swarm.network.round import silence as silence_module
 from spes_swarm.network.round.claims import Claim, own_contribution
-from spes_swarm.network.round.silence import MAX_FOR_ONE, Silence
-from spes_swarm.network.run_state import RunState
+from spes_swarm.network.round.silence import MAX_FOR_ONE, NO_COMMIT, Answer, Silence
 from spes_swarm.protocol.averaging.lottery import num_audits
-from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Part
 from spes_swarm.protocol.rounds.round_state import RoundState
-from spes_swarm.protocol.rounds.statement import Group, Statement
 from tests.helpers.auditors import LIAR, STALL_S, Auditor, asked, audit_all, auditors, begin, exchanged
 from tests.helpers.hosts import run
-from tests.helpers.lone_trainer import run_config
-from tests.helpers.meeting import WINDOW_S, Meeting
-from tests.helpers.rounds import KEY, RUN_ID, identities
-from tests.helpers.run_settings import settings_without_trainer
-from tests.helpers.tiny_model import tiny_layout
-from tests.helpers.virtual_time import run_at_once
+from tests.helpers.rounds import KEY
 
 AUDITOR, HELPER, HIDING = 1, 2, 3  # members; the first one, LIAR, reduces falsely unless it is honest
 
@@ -126,7 +117,7 @@ def test_who_is_silent_to_all_is_noted_by_all_that_were_asked() -> None:
             await settled(members)
             assert [noted(each) for each in members] == [set(), {3}, {3}, set(), {3}, {3}]
             silences = members[HELPER].state.tracks.conduct._peers[states[0].averaging.peer_ids[HIDING]].silences
-            assert list(silences) == [(3, KEY.public)]
+            assert [(each.round, each.key) for each in silences] == [(3, KEY.public)]
             assert not members[AUDITOR].proven
 
     run(test)
@@ -309,6 +300,53 @@ def test_who_cannot_send_what_all_may_ask_for_in_time_is_not_noted(
     run(test)
 
 
+def test_who_has_not_committed_yet_says_so_and_that_is_another_silence() -> None:
+    states = exchanged()
+
+    async def test() -> None:
+        async with auditors(states) as members:
+            begin([each for number, each in enumerate(members) if number != HIDING])
+            hello = {"group": states[0].group.id, "parts": bytes(4)}
+            (frame,) = await asked(members, hello, by=AUDITOR, whom=HIDING)
+            assert (frame.kind, frame.extra) == (FrameKind.END, NO_COMMIT)
+            await audit(members[AUDITOR], reduced_by(states[0], LIAR))
+            await settled(members)
+            for each in (members[AUDITOR], members[HELPER]):
+                (silence,) = each.state.tracks.conduct._peers[states[0].averaging.peer_ids[HIDING]].silences
+                assert (silence.round, silence.key) == (3, b"")
+
+    run(test)
+
+
+def test_of_two_members_neither_notes_the_silence_of_the_other() -> None:
+    states = exchanged(2)
+
+    async def test() -> None:
+        async with auditors(states) as members:
+            asking = hide(members[0])
+            begin(members)
+            await audit(members[1], reduced_by(states[0], 0))
+            assert asking
+            assert noted(members[1]) == set()
+
+    run(test)
+
+
+def test_if_all_helpers_refuse_nothing_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(silence_module, "MAX_FOR_ONE", 0)
+    states = exchanged()
+
+    async def test() -> None:
+        async with auditors(states) as members:
+            asking = hide(members[HIDING])
+            begin(members)
+            await audit(members[AUDITOR], reduced_by(states[0], LIAR))
+            assert set(asking) == {AUDITOR}
+            assert noted(members[AUDITOR]) == set()
+
+    run(test)
+
+
 def test_when_the_next_exchange_begins_helpers_ask_no_further_and_note_nothing() -> None:
     states = exchanged()
     lies = reduced_by(states[0], LIAR)
@@ -382,21 +420,21 @@ def test_those_who_ask_for_the_same_share_a_fetch(monkeypatch: pytest.MonkeyPatc
             begin(members)
             both, silence = asyncio.Event(), members[1].audits._silence
             asking = hide(members[HIDING], [])
-            show, ask = members[HIDING].audits._show, silence._frames
+            show, ask = members[HIDING].audits._show, silence._answer
             helped: list[int] = []
 
             async def wait_for_both(state: RoundState, channel: Channel, indices: list[int]) -> None:
                 await both.wait()
                 await show(state, channel, indices)
 
-            async def note_and_ask(state: RoundState, member: int, indices: tuple[int, ...]) -> list[Frame]:
+            async def note_and_ask(state: RoundState, member: int, indices: tuple[int, ...]) -> Answer:
                 helped.append(member)
                 if len(helped) == 2:
                     asyncio.get_running_loop().call_soon(both.set)
                 return await ask(state, member, indices)
 
             monkeypatch.setattr(members[HIDING].audits, "_show", wait_for_both)
-            monkeypatch.setattr(silence, "_frames", note_and_ask)
+            monkeypatch.setattr(silence, "_answer", note_and_ask)
             first = asyncio.create_task(asked(members, request(states[0], HIDING, part)))
             second = asyncio.create_task(asked(members, request(states[0], HIDING, part), by=2))
             assert [len(await task) for task in (first, second)] == [2, 2]
@@ -498,9 +536,9 @@ def test_whatever_is_asked_it_is_refused_or_costs_one_fetch(
     of, auditor = ids[about] if isinstance(about, int) else about, [*ids, "stranger"][who]
     fetched: list[int] = []
 
-    async def fetch(state: RoundState, member: int, claims: Any, through: int | None = None) -> list[Frame]:
+    async def fetch(state: RoundState, member: int, claims: Any, through: int | None = None) -> Answer:
         fetched.append(member)
-        return [Frame(FrameKind.DATA, part=claim.part.index) for claim in claims]
+        return Answer([Frame(FrameKind.DATA, part=claim.part.index) for claim in claims], b"")
 
     async def test() -> list[Frame]:
         sent: list[Frame] = []
@@ -527,79 +565,3 @@ def test_whatever_is_asked_it_is_refused_or_costs_one_fetch(
     useful = {i for i in indices if i < len(state.plan.parts) and state.plan.parts[i].reducer != 1}
     assert {frame.part for frame in sent} == useful
     assert fetched == ([about] if useful else [])
-
-
-# Leaving out.
-
-
-@pytest.mark.parametrize(
-    ("comes", "late_s"), [(False, 0.1), (True, 0.1), (True, 2 * WINDOW_S)], ids=["absent", "at once", "long before"]
-)
-def test_leaders_do_not_wait_for_who_hides_and_leave_it_out(comes: bool, late_s: float) -> None:
-    """`late_s`: when the others come, in seconds; until then, the peer that hides is the only one."""
-    meeting = Meeting("ABCH")
-    hiding = meeting.hostile
-    for peer in meeting.peers:
-        known, standing = meeting.known[peer.identity.peer_id], Standing()
-        standing.committed(0.0, [other.peer_id for other in known], ())
-        standing.hides = lambda peer_id: peer_id == hiding.peer_id
-        patience = standing.patience([other.peer_id for other in known], 60.0)
-        known[:] = [replace(other, patience_s=patience[other.peer_id]) for other in known]
-        peer.leaves_out = standing.leaves_out
-    also = [meeting.rendezvous(hiding, on_called=lambda round_number: None)] if comes else []
-
-    async def hold() -> list[Group]:
-        for who in (*also, *meeting.peers):
-            await who.start()
-        attempts = [asyncio.create_task(meeting.keep_trying(who)) for who in also]
-        await asyncio.sleep(late_s)
-        assert not meeting.called  # it begins no round
-        groups = await asyncio.gather(*map(meeting.keep_trying, meeting.peers))
-        for attempt in attempts:
-            attempt.cancel()
-        return groups
-
-    first, *others = run_at_once(hold(), late_s + 2.0)
-    assert {member.peer_id for member in first.members} == {who.peer_id for who in meeting.honest}
-    assert {group.id for group in others} == {first.id}
-
-
-@pytest.mark.parametrize("hides", [True, False])
-def test_who_is_left_out_does_not_call_others_to_a_round(hides: bool) -> None:
-    meeting = Meeting("HABC")
-    meeting.peers[0].leaves_out = lambda peer_id: hides
-
-    async def call() -> None:
-        await meeting.peers[0].start()
-        serve = meeting.wire.handlers[meeting.identity["A"].peer_id, "call"]
-        await serve(meeting.hostile.peer_id, {"run": RUN_ID, "round": 1})
-
-    run_at_once(call(), 2.0)
-    assert meeting.called == ([] if hides else [1])
-
-
-def test_a_peer_is_left_out_by_the_key_of_its_statement() -> None:
-    layout = tiny_layout()
-    me, other = identities(2)
-    peer_settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
-    state = RunState.of(me, peer_settings)
-    for vector in vectors:
-        vector.close()
-    standing, conduct = state.roster.standing, state.tracks.conduct
-    standing.committed(0.0, [other.peer_id], ())
-    for number in range(3):
-        assert not standing.leaves_out(other.peer_id)
-        assert standing.patience([other.peer_id], 60.0) == {other.peer_id: 60.0}
-        conduct.note_silence(other.peer_id, number, bytes(32))
-    assert standing.leaves_out(other.peer_id)
-    assert standing.patience([other.peer_id], 60.0) == {other.peer_id: 0.0}
-
-    def refuse(peer_id: str, statement: Statement) -> float:
-        raise ProtocolError("stranger", "not in the run")
-
-    after_restart: Any = SimpleNamespace(certificate=bytes([1]) * 32 + b"signature")
-    with pytest.raises(ProtocolError, match="not in the run"):
-        state.noting_keys(refuse)(other.peer_id, after_restart)
-    assert standing.leaves_out(other.peer_id)
-    assert state.noting_keys(lambda peer_id, statement: 0.5)(other.peer_id, after_restart) == 0.5
-    assert not standing.leaves_out(other.peer_id)

@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
-import pytest
-
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import found_run
 from spes_swarm.network.round.sync_round import SyncRounds
@@ -17,7 +15,6 @@ from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
 from tests.helpers.lone_trainer import run_config
-from tests.helpers.records import progress
 from tests.helpers.rounds import KEY, FakePeer, form, identities
 from tests.helpers.run_settings import settings_without_trainer
 from tests.helpers.tiny_model import tiny_layout
@@ -71,32 +68,3 @@ def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
     assert not run.is_member(newcomer.peer_id)
     asyncio.run(hold())
     assert faults == [(3, me.peer_id, "standstill")]
-
-
-@pytest.mark.parametrize("hides", [True, False])
-def test_who_is_absent_is_lost_unless_it_is_left_out(hides: bool) -> None:
-    layout = tiny_layout()
-    (me,), absent = identities(1), "absent"
-    settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
-    run = RunState.of(me, settings)
-    run.key = KEY
-    for vector in vectors:
-        vector.close()
-    standing = run.roster.standing
-    standing.committed(0.0, [absent], ())
-    standing.hides = lambda peer_id: hides
-    run.roster.update({absent: progress()})
-
-    async def join(statement: Statement) -> Group:
-        return form([FakePeer(run.reference, run.contribution_N, held=(0, 1))], statement.round)
-
-    async def exchange(state: RoundState) -> CommitReport:
-        return state.commit()
-
-    others: dict[str, Any] = {
-        "rendezvous": SimpleNamespace(join=join, reachable=True),
-        "exchange": SimpleNamespace(run=exchange, on_fault=lambda peer_id, error: None),
-        **{name: MagicMock() for name in ("audits", "transfer", "moments", "announcer", "listener")},
-    }
-    asyncio.run(SyncRounds(run, **others).hold(1, tokens=1, routed=(1,) * len(run.leases.held), leaving=False))
-    assert [view.peer_id for view in run.roster.present()] == ([absent] if hides else [])

@@ -371,3 +371,24 @@ def test_keys_of_strangers_are_not_remembered() -> None:
     for number in range(5000):
         conduct.note_key(f"stranger{number}", b"key")
     assert not conduct._peers
+
+
+def test_a_silence_counts_unless_all_who_named_the_work_are_liars() -> None:
+    """A reducer can name contributions that were never made."""
+    conduct = among()
+    for number, reducers in enumerate((["a"], ["a"], ["a", "b"])):
+        conduct.note_silence("d", number, b"key", reducers)
+    assert conduct.hides("d", 3)
+    conduct.exclusions.note_lie("a", 1)
+    assert not conduct.hides("d", 3)
+    conduct.exclusions.pardon("a", 1)
+    assert conduct.hides("d", 3)
+
+
+def test_who_had_no_such_commit_yet_hides_after_nine_rounds() -> None:
+    conduct = among()
+    conduct.note_silence("d", 0, b"key")
+    for number in range(1, 9):
+        assert not conduct.hides("d", number)
+        conduct.note_silence("d", number, b"")
+    assert conduct.hides("d", 9)

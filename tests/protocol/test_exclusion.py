@@ -7,7 +7,7 @@ from itertools import permutations
 
 import pytest
 
-from spes_swarm.protocol.admission.exclusion import GRACE_ROUNDS, MAX_MARKS, Exclusions
+from spes_swarm.protocol.admission.exclusion import GRACE_ROUNDS, MARK_BYTES, MAX_MARKS, Exclusions
 
 
 def knowing(*culprits: str) -> bytes:
@@ -71,8 +71,8 @@ def test_a_culprit_stays_in_until_most_of_the_others_have_a_proof(said: dict[str
     out.note_lie("culprit", 5, pending=True)
     assert out.culprits == ["culprit"]
     assert "culprit" not in out
-    statements = [knowing("culprit", "another") if knows else knowing("another") for knows in said.values()]
-    out.agreed(7, {*said, "culprit"}, list(said), statements)
+    statements = {peer: knowing("culprit", "another") if knows else knowing("another") for peer, knows in said.items()}
+    out.agreed(7, {"culprit": knowing(), "stranger": knowing()} | statements, said.keys())
     assert ("culprit" in out) is excluded
     assert out.culprits == ["culprit"]
 
@@ -80,7 +80,7 @@ def test_a_culprit_stays_in_until_most_of_the_others_have_a_proof(said: dict[str
 def test_a_culprit_that_is_in_no_group_any_more_is_out() -> None:
     out = Exclusions()
     out.note_lie("culprit", 5, pending=True)
-    out.agreed(6, ["a", "b"], ["a", "b"], [b"", b""])
+    out.agreed(6, {"a": b"", "b": b""}, {"a", "b"})
     assert "culprit" in out
 
 
@@ -89,7 +89,7 @@ def test_groups_with_a_culprit_are_valid_for_a_while() -> None:
     out = Exclusions()
     out.note_lie("culprit", 5, pending=True)
     assert not out.for_long("culprit", 1000)
-    out.agreed(20, ["a", "culprit"], ["a"], [knowing("culprit")])
+    out.agreed(20, {"a": knowing("culprit"), "culprit": b""}, {"a"})
     assert next(n for n in range(20, 40) if out.for_long("culprit", n)) == 21 + GRACE_ROUNDS
     assert not out.for_long("a", 40)
     out.pardon("culprit", 5)
@@ -104,10 +104,27 @@ def test_a_pardon_ends_what_was_pending() -> None:
     assert "culprit" in out
 
 
-def test_a_statement_has_room_for_the_newest_culprits() -> None:
-    many = [f"culprit {number}" for number in range(MAX_MARKS + 3)]
+def test_a_statement_has_room_above_all_for_culprits_that_are_not_excluded() -> None:
     out = Exclusions()
-    for culprit in many:
+    out.note_lie("culprit", 5, pending=True)
+    for number in range(2 * MAX_MARKS):
+        out.note_lie(f"another {number}", 6)
+    assert len(out.marks()) == MAX_MARKS * MARK_BYTES
+    out.agreed(7, {"me": out.marks(), "culprit": b""}, {"me"})
+    assert "culprit" in out
+
+
+def test_culprits_have_no_say_even_if_only_they_are_trusted() -> None:
+    out = Exclusions()
+    for culprit in ("c", "d"):
         out.note_lie(culprit, 5, pending=True)
-    out.agreed(6, many, ["a"], [knowing(*many)])
-    assert [culprit for culprit in many if culprit in out] == many[3:]
+    said = {"a": knowing("c", "d"), "b": knowing("c"), "c": knowing(), "d": knowing()}
+    out.agreed(6, said, {"c", "d"})
+    assert out.excluded == ("c",)
+
+
+def test_the_grace_begins_when_the_proof_comes() -> None:
+    out = Exclusions()
+    out.note_lie("culprit", 5, now=100)
+    assert "culprit" in out
+    assert next(number for number in range(100, 200) if out.for_long("culprit", number)) == 101 + GRACE_ROUNDS

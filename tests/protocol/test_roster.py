@@ -414,16 +414,3 @@ def test_who_may_not_take_part_is_not_present_even_if_others_have_just_worked_wi
     roster.admits = lambda peer_id: peer_id != "revoked"
     assert [view.peer_id for view in roster.present()] == ["friend"]
     assert [view.peer_id for view in roster.training()] == ["friend"]
-
-
-def test_the_pace_does_not_count_who_is_left_out_since_its_tokens_never_end() -> None:
-    honest = {"a": progress(tokens=640), "b": progress(tokens=640)}
-    undisturbed, roster = acquainted(), acquainted()
-    undisturbed.update(honest)
-    roster.update({**honest, "c": progress(tokens=2**40)})
-    assert roster.tokens_since_commit(3, 30.0) > undisturbed.tokens_since_commit(3, 30.0)
-    roster.standing.hides = lambda peer_id: peer_id == "c"
-    assert names(roster.contributors()) == {"a", "b"}
-    assert roster.tokens_since_commit(3, 30.0) == undisturbed.tokens_since_commit(3, 30.0)
-    assert roster.tokens_per_step(128) == undisturbed.tokens_per_step(128)
-    assert names(roster.voices()) == {"a", "b", "c"}

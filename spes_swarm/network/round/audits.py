@@ -32,7 +32,7 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
 from spes_swarm.network.round.claims import Claim, can_audit, lacking, own_contribution, read_seen, with_seen
 from spes_swarm.network.round.proofs import Proofs
-from spes_swarm.network.round.silence import Silence, can_reach
+from spes_swarm.network.round.silence import NO_COMMIT, Answer, Silence, can_reach
 from spes_swarm.network.run_state import RunState
 from spes_swarm.protocol.averaging.lottery import draw, num_audits, shared_out
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
@@ -133,13 +133,16 @@ class Audits:
 
     async def _audit(self, state: RoundState, claims: Collection[Claim]) -> None:
         """Examines a few claims."""
+        false = []
         for claim in claims:
             if (lie := claim.false_quote()) is not None:
                 self.proofs.add_soon(lie)
+                false.append(claim)
             elif state.me in claim.members and (own := own_contribution(state, claim.part)) is not None:
                 claim.take(state.me, own)
                 await self._judge(claim)
             await asyncio.sleep(0)
+        claims = [claim for claim in claims if claim not in false]  # nobody can show what has never been
         asked = await self._gather(state, claims)
         if asked.keys() & lacking(claims).keys():
             # A peer that has begun the next exchange shows nothing of the last one. Then this one does so, too, soon.
@@ -156,12 +159,14 @@ class Audits:
             for member, wanted in lacking(claims).items()
             if member != state.me and can_reach(state, member)
         }
-        await asyncio.gather(*(self._fetch(state, member, wanted) for member, wanted in asked.items()))
+        answers = await asyncio.gather(*(self._fetch(state, member, wanted) for member, wanted in asked.items()))
+        for member, answer in zip(asked, answers, strict=True):
+            self._silence.heed(member, answer)
         return asked
 
     async def _fetch(
         self, state: RoundState, member: int, claims: Sequence[Claim], through: int | None = None
-    ) -> list[Frame]:
+    ) -> Answer:
         """Asks a member for its contributions, and which results it got. All must come within two stall timeouts.
 
         `through`: another member, which is asked to ask it; that one has two stall timeouts for itself.
@@ -173,6 +178,7 @@ class Audits:
         if through is not None:
             hello["of"], asked, stall_s = peer_id, through, 3 * self._stall_s
         frames: list[Frame] = []
+        end: bytes | None = None
         with suppress(*STREAM_ERRORS, ProtocolError):
             async with (
                 asyncio.timeout(max(stall_s, 2 * self._stall_s)),
@@ -182,7 +188,8 @@ class Audits:
                 while (frame := await channel.receive(most)).kind is FrameKind.DATA and frame.part in wanted:
                     frames.append(frame)
                     await self._take(wanted.pop(frame.part), member, frame)
-        return frames
+                end = frame.extra if frame.kind is FrameKind.END else None
+        return Answer(frames, end)
 
     async def _take(self, claim: Claim, member: int, frame: Frame) -> None:
         """Takes in what has been shown of a claim.
@@ -226,14 +233,15 @@ class Audits:
         if not isinstance(group_id, bytes) or not isinstance(listed, bytes) or len(listed) % 4:
             raise ProtocolError("malformed", "an audit names a group and lists parts as 32-bit numbers")
         of = hello.get("of")  # the member whose contributions are asked for, if it is not this one
-        state = await self._committed(group_id)
+        end, state = NO_COMMIT, await self._committed(group_id)
         if state is not None:
             indices: list[int] = np.unique(np.frombuffer(listed, dtype="<u4")).tolist()
             if of is None:
+                end = b""
                 await self._show(state, channel, indices)
             else:
-                await self._silence.help(state, channel, of, indices)
-        await channel.send(Frame(FrameKind.END))
+                end = await self._silence.help(state, channel, of, indices)
+        await channel.send(Frame(FrameKind.END, extra=end))
 
     async def _committed(self, group_id: bytes) -> RoundState | None:
         """The commit of a group; waits a while for it if it is under way. Until then, others could fit theirs to it."""

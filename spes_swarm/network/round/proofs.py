@@ -37,7 +37,7 @@ _LOGGER = logging.getLogger(__name__)
 _MAX_HELLO_BYTES = 1024
 _PAUSE_S = 600.0  # before a peer is asked again that listed culprits and had no valid proof
 _FETCH_S = 120.0  # that a proof may take
-_MAX_FETCHES, _MAX_ASKED = 8, 2  # at a time: peers that are asked, in all and for the same proof
+_MAX_FETCHES, _MAX_ASKED = 16, 4  # at a time: peers that are asked, in all and for the same proof
 # With so many proofs, none are added about peers that have taken part in no round here; and how long those may be.
 _MAX_WITH_STRANGERS, _MAX_BYTES_ABOUT_STRANGERS = 32, 16 << 20
 _ROUNDS_AHEAD = 16  # of this peer, that a lie may be
@@ -123,7 +123,7 @@ class Proofs:
                 _LOGGER.warning("a proof cannot be written: %s", exc)
         words = [
             f"it lied in round {proof.round}, part {proof.part}: {proof.what}",
-            "it is excluded",
+            "it is excluded once most members have a proof",
             *filter(None, [self.inviter(culprit)]),
             f"the proof is in {kept}" if kept is not None else "the proof could not be written",
         ]
@@ -137,7 +137,7 @@ class Proofs:
     def _keep(self, proof: Proof, kept: Path | bytes) -> None:
         self._known[proof.culprit] = kept
         shared = proof.culprit in self._run.group and proof.culprit != self._run.identity.peer_id
-        self._exclusions.note_lie(proof.culprit, proof.round, pending=shared)
+        self._exclusions.note_lie(proof.culprit, proof.round, now=self._run.reference.round, pending=shared)
 
     # Passing on.
 

@@ -446,11 +446,11 @@ class Rendezvous:
         member = open_statement(sealed, self.run_id, round_number, self.num_blocks, self.vet)
         if member.peer_id != peer_id:
             raise ProtocolError("sender", "the statement is another peer's")
-        has_voice = peer_id in self._voices.others() and not self.leaves_out(peer_id)
+        has_voice = peer_id in self._voices.others()
         if has_voice and round_number > target:
             self._note_ahead(peer_id, round_number)
         defers, until = self.defers(), now() + POLL_S
-        # Strangers and who is left out only join. One that is early waits: a round may be closed between two polls.
+        # Strangers may only join. One that is early waits here: a round may begin and be closed between two polls.
         while self._stands_aside(round_number) or (round_number not in self._gatherings and (defers or not has_voice)):
             if self._following is not None and self._following[0] == round_number:
                 return {"leader": self._following[1], "defers": defers}
@@ -492,8 +492,7 @@ class Rendezvous:
         if round_number != target:
             return {"target": target}
         self._try_again(peer_id, round_number)
-        if not self.leaves_out(peer_id):  # whose own work is never done
-            self.on_called(round_number)
+        self.on_called(round_number)
         relieved = {"relieved": True} if peer_id in self.without_duty() else {}
         if self._following is not None and self._following[0] == round_number:
             return {"leader": self._following[1], **relieved}

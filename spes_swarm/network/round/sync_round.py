@@ -152,10 +152,8 @@ class SyncRounds:
         )
         # Nobody has waited for peers whose records or first answers come during the exchange.
         absent = run.roster.absent({member.peer_id for member in group.members})
-        standing = run.roster.standing
-        for peer_id in filter(standing.is_member, absent):  # a newcomer may just not be ready yet
-            if not standing.leaves_out(peer_id):
-                run.roster.lose(peer_id)
+        for peer_id in filter(run.roster.standing.is_member, absent):  # a newcomer may just not be ready yet
+            run.roster.lose(peer_id)
         self.audits.end(keep=plan.taken_back is not None)
         try:
             with self.transfer.round_under_way():
@@ -202,9 +200,10 @@ class SyncRounds:
             run.tracks.conduct.note_return(group.round, group.id)
             _LOGGER.info("most members' loss has risen: round %d is taken back", taken_back.round)
         self._note_duties(group, books.plan)
-        trusted = [group.members[i] for i in sorted(books.plan.trusted)]
-        said = [member.statement.proven for member in trusted]
-        run.tracks.conduct.exclusions.agreed(group.round, ids, [member.peer_id for member in trusted], said)
+        said = {member.peer_id: member.statement.proven for member in group.members}
+        run.tracks.conduct.exclusions.agreed(group.round, said, {ids[i] for i in books.plan.trusted})
+        for member in group.members:
+            run.tracks.conduct.note_key(member.peer_id, member.signer.key)
         if (alarm := run.tracks.standstill()) is not None:
             self.exchange.on_fault(run.identity.peer_id, alarm)
         staying = [member.peer_id for member in group.members if not member.statement.leaving]

@@ -43,7 +43,7 @@ def check_disk(work: Workload, experts: int, peer: PeerConfig) -> tuple[Workload
         work, note = check_disk(replace(work, previous="none"), experts, peer)
         lacking = (
             f"the disk of {peer.output_dir} has no space for the weights before the last round, without which this "
-            f"peer cannot show its work: others will leave it out of rounds until {gigabytes(needed - free)} are freed"
+            f"peer cannot show its work, and soon has no duties: {gigabytes(needed - free)} more are needed"
         )
         return work, "; ".join(filter(None, [lacking, note]))
     if needed > free:
@@ -52,7 +52,7 @@ def check_disk(work: Workload, experts: int, peer: PeerConfig) -> tuple[Workload
         if files:
             advice = "use --foreign-storage device, a smaller form of --foreign-experts, or"
         if work.previous == "disk":
-            advice += " --previous-reference none (then others soon leave this peer out of rounds), or"
+            advice += " --previous-reference none (then this peer soon has no duties), or"
         raise CapacityError(
             f"{peer.output_dir}: {gigabytes(needed)} are needed on its disk{part}, but only {gigabytes(free)} are "
             f"free; {advice} an --output-dir on a larger disk"

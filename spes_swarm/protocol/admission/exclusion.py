@@ -7,7 +7,7 @@ members state that they have a proof, too: all members of that group learn so fr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping
 
 from blake3 import blake3
 
@@ -30,26 +30,28 @@ class Exclusions:
         self._pending: set[str] = set()  # culprits that are not excluded yet
         self._since: dict[str, int] = {}  # culprit -> the round since which it is excluded
 
-    def note_lie(self, peer_id: str, round_number: int, *, pending: bool = False) -> None:
-        """Notes a proof; `pending`: this peer has been in a group with the culprit, and most members may not know."""
-        newest = max(round_number, self._lies.pop(peer_id, 0))
+    def note_lie(self, peer_id: str, lied: int, *, now: int | None = None, pending: bool = False) -> None:
+        """Notes a proof of a lie in round `lied`, which came in round `now`.
+
+        `pending`: this peer is in a group with the culprit, and most of its members may not know.
+        """
+        newest = max(lied, self._lies.pop(peer_id, 0))
         self._lies[peer_id] = newest
-        self._since[peer_id] = newest
+        self._since[peer_id] = newest if now is None else now
         if pending:
             self._pending.add(peer_id)
 
-    def agreed(
-        self, round_number: int, members: Collection[str], trusted: Sequence[str], said: Sequence[bytes]
-    ) -> None:
+    def agreed(self, round_number: int, said: Mapping[str, bytes], trusted: Collection[str]) -> None:
         """Excludes those culprits that most of a group's other trusted members have proofs against, or that left it.
 
-        `members` are all, `said` the marks in the statements of the `trusted` ones; see `marks`.
+        `said`: the marks in the statement of each member; see `marks`. Culprits have no say. If no other member is
+        trusted, since culprits have withheld that, all others have.
         """
-        stated = dict(zip(trusted, said, strict=True))
+        honest = [peer for peer in said if not self.is_culprit(peer)]
+        voters = [peer for peer in honest if peer in trusted] or honest
         for peer_id in list(self._pending):
-            others = [marks for member, marks in stated.items() if member != peer_id]
-            known = sum(_mark(peer_id) in _split(marks) for marks in others)
-            if peer_id not in members or 2 * known > len(others):
+            known = sum(_mark(peer_id) in _split(said[voter]) for voter in voters)
+            if peer_id not in said or 2 * known > len(voters):
                 self._pending.discard(peer_id)
                 self._since[peer_id] = round_number
 
@@ -72,9 +74,14 @@ class Exclusions:
         """All culprits, in the order in which their proofs came."""
         return list(filter(self.is_culprit, self._lies))
 
+    @property
+    def excluded(self) -> tuple[str, ...]:
+        """Those of them that are excluded."""
+        return tuple(peer_id for peer_id in self._lies if peer_id in self)
+
     def marks(self) -> bytes:
-        """What a statement says: digests of the ids of the newest culprits."""
-        return b"".join(map(_mark, self.culprits[-MAX_MARKS:]))
+        """What a statement says: digests of the ids of culprits, above all of those that are not excluded yet."""
+        return b"".join(map(_mark, sorted(self.culprits, key=self._pending.__contains__)[-MAX_MARKS:]))
 
     def lie_of(self, peer_id: str) -> int:
         """The newest round in which a culprit has lied."""

@@ -69,7 +69,7 @@ class Membership:
         return peer_id not in self.exclusions and self.terms(peer_id, now) is not None
 
     def terms(self, peer_id: str, now: float, *, shown: bytes | None = None) -> Terms | None:
-        """What a peer may do; None if it has not been admitted. An excluded peer is out, whatever its terms.
+        """What a peer may do; None if it has not been admitted. An excluded peer may do nothing: see `admits`.
 
         `shown`: the admission in a statement, empty without one. It alone counts, beside an allowance, so that all who
         see the statement come to the same terms. None: any that this peer knows of counts.

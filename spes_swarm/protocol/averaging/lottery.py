@@ -1,8 +1,8 @@
 """How many parts each member audits, and which.
 
 A member draws its parts after the results are fixed, and keeps them secret until then, so a reducer cannot know which
-of its results are going to be examined. An audit that nobody answers, not even when others ask, finds nothing: whoever
-hides its work is left out of rounds (see protocol/rounds/conduct.py).
+of its results are going to be examined. An audit that nobody answers, not even when others ask, finds nothing; what
+follows then is a matter of conduct (see protocol/rounds/conduct.py).
 """
 
 from __future__ import annotations

@@ -139,13 +139,6 @@ class Roster:
         voices = self.standing.voices(view.peer_id for view in training)
         return [view for view in training if view.peer_id in voices]
 
-    def contributors(self) -> list[PeerView]:
-        """The voices whose work goes into the rounds that this peer leads.
-
-        One that is left out never commits: its tokens would make every round due at once.
-        """
-        return [view for view in self.voices() if not self.standing.leaves_out(view.peer_id)]
-
     @property
     def defers(self) -> bool:
         """Returns True if this peer leaves leading rounds to its initial peers."""
@@ -210,7 +203,7 @@ class Roster:
     def tokens_per_step(self, own: int) -> int:
         """Sum of the other peers' tokens per step, each capped at `largest_step`."""
         limit = self.largest_step(own)
-        return sum(min(view.progress.tokens_per_step, limit) for view in self.contributors())
+        return sum(min(view.progress.tokens_per_step, limit) for view in self.voices())
 
     def tokens_since_commit(self, own_round: int, horizon_s: float) -> float:
         """Estimate of the tokens that the others have processed since the last commit.
@@ -219,7 +212,7 @@ class Roster:
         """
         now = time.monotonic()
         total = 0.0
-        for view in self.contributors():
+        for view in self.voices():
             progress = view.progress
             if progress.round >= own_round and view.seen_at >= self.committed_at:
                 base, since = float(progress.tokens), view.seen_at

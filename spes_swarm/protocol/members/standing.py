@@ -15,14 +15,14 @@ the length of all rounds.
 
 A peer that has never taken part and delivers nothing of what it owes in two groups in a row is left out of the next
 eight, twice as many after each further one: otherwise it could stop a founder that is still alone, whose rounds then
-all depend on it. A peer that hides its work from auditors is left out as well; see rounds/conduct.py.
+all depend on it.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -64,7 +64,6 @@ class Standing:
 
     def __init__(self, initial_peers: Collection[str] = ()) -> None:
         self.without_duty: dict[str, int] = {}  # by the last group, since which round; see rounds/vouchers.py
-        self.hides: Callable[[str], bool] = lambda peer_id: False  # from auditors; see rounds/conduct.py
         self._initial_peers = frozenset(initial_peers)
         self._follows = False
         self._members: OrderedDict[str, _Member] = OrderedDict()
@@ -163,8 +162,8 @@ class Standing:
             self._idle.popitem(last=False)
 
     def leaves_out(self, peer_id: str) -> bool:
-        """Returns True if a round that this peer leads is held without a peer, since it only owes or hides its work."""
-        return self.hides(peer_id) or self._num_groups < self._idle.get(peer_id, (0, 0))[1]
+        """Returns True if a round that this peer leads is held without a peer, since it only owes."""
+        return self._num_groups < self._idle.get(peer_id, (0, 0))[1]
 
     @property
     def grace_s(self) -> float:

@@ -14,9 +14,8 @@ Doubts are one peer's opinion, and have an effect only where most agree; see vou
 
 A member whose work is included in a result and that does not show it to auditors protects the reducer, which may be
 itself. One crash is such a silence, too. But a peer that has crashed comes back as another process with another signing
-key, so a peer *hides* only after several silences with the key that it has, or after many. One that hides is doubted,
-and a leader from which it hides leaves it out of groups, until enough of its silences are long ago: then no result
-includes what cannot be verified.
+key, so a peer *hides* only after several silences with the key that it has, or after many: those with other keys, or
+with the excuse that it has no such commit, count less. One that hides is doubted.
 
 If a commit is taken back (see taking_back.py), nothing shows which of its reducers did harm, if any. Half of them rest:
 those that reduced in the largest number of such commits since a commit of theirs last stood, and of equals a draw by
@@ -29,6 +28,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median, median_low
+from typing import NamedTuple
 
 from blake3 import blake3
 
@@ -61,6 +61,14 @@ class Delivery:
     contributed_s: float  # when the last of its contributions arrived, in seconds after the beginning; inf: not all
 
 
+class _Silence(NamedTuple):
+    """A round whose work a peer did not show, the key that it had (empty: it excused itself), and the reducers."""
+
+    round: int
+    key: bytes
+    reducers: frozenset[str]
+
+
 @dataclass(slots=True)
 class _Record:
     late: deque[bool] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -69,9 +77,8 @@ class _Record:
     late_results: deque[int] = field(default_factory=lambda: deque(maxlen=_TOLERATED_RESULTS + 1))
     failed: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=_TOLERATED_FAULTS + 1))
     stalled: deque[int] = field(default_factory=lambda: deque(maxlen=_TOLERATED_STALLS + 1))
-    # Rounds whose work it did not show, with the signing key that it had; and the key that it has.
-    silences: deque[tuple[int, bytes]] = field(default_factory=lambda: deque(maxlen=_TOLERATED_ALL_SILENCES + 1))
-    key: bytes = b""
+    silences: deque[_Silence] = field(default_factory=lambda: deque(maxlen=_TOLERATED_ALL_SILENCES + 1))
+    key: bytes = b""  # with which it signs
     rests_until: int = 0  # it reduces nothing before this round
     taken_back: int = 0  # commits with its results that were taken back, since the last one that stood
 
@@ -121,12 +128,20 @@ class Conduct:
         if round_number not in stalled:
             stalled.append(round_number)
 
-    def note_silence(self, peer_id: str, round_number: int, key: bytes) -> None:
-        """Notes that a peer, with this signing key, did not show its contributions to a round."""
+    def note_silence(self, peer_id: str, round_number: int, key: bytes, reducers: Collection[str] = ()) -> None:
+        """Notes that a peer, with this signing key, did not show its contributions to a round.
+
+        Args:
+            peer_id: of the contributor.
+            round_number: of the commit.
+            key: its signing key; empty if it said that it had no such commit.
+            reducers: those that have named the contributions. A liar can name some that were never made, so if all of
+                them turn out to be culprits, the silence does not count.
+        """
         record = self._of(peer_id)
         record.key = record.key or key
-        if all(number != round_number for number, _ in record.silences):
-            record.silences.append((round_number, key))
+        if all(silence.round != round_number for silence in record.silences):
+            record.silences.append(_Silence(round_number, key, frozenset(reducers)))
 
     def note_key(self, peer_id: str, key: bytes) -> None:
         """Notes the signing key that a peer has: it is another one in each process."""
@@ -139,8 +154,14 @@ class Conduct:
         record = self._peers.get(peer_id)
         if record is None:
             return False
-        keys = [key for number, key in record.silences if round_number - number <= _SILENCE_REMEMBERED]
-        return keys.count(record.key) > _TOLERATED_SILENCES or len(keys) > _TOLERATED_ALL_SILENCES
+        keys = [
+            silence.key
+            for silence in record.silences
+            if round_number - silence.round <= _SILENCE_REMEMBERED
+            and not (silence.reducers and all(map(self.exclusions.is_culprit, silence.reducers)))
+        ]
+        with_this_key = keys.count(record.key) if record.key else 0
+        return with_this_key > _TOLERATED_SILENCES or len(keys) > _TOLERATED_ALL_SILENCES
 
     def note_commit(self, reducers: Iterable[str]) -> None:
         """Notes a commit with its reducers; the one before it was not taken back."""
