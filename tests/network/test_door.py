@@ -377,6 +377,7 @@ def test_an_excluded_peer_gets_nothing_and_says_nothing(tmp_path: Path, admissio
             # Leaders that have no proof yet may have closed a group with it.
             statement = Statement.model_validate({**statement_fields(), "admission": sent.admit(culprit)})
             assert door.vet_statement(culprit, statement) == 1.0
+            door.members.exclusions.agreed(10, {}, ())
             with pytest.raises(ProtocolError, match=r"^excluded: "):
                 door.vet_statement(culprit, statement.model_copy(update={"round": 30}))
 

@@ -123,8 +123,12 @@ def test_culprits_have_no_say_even_if_only_they_are_trusted() -> None:
     assert out.excluded == ("c",)
 
 
-def test_the_grace_begins_when_the_proof_comes() -> None:
+def test_the_grace_begins_with_the_first_commit_after_the_proof_has_come() -> None:
+    """A peer that starts may have old proofs, while the others do not have them yet."""
     out = Exclusions()
-    out.note_lie("culprit", 5, now=100)
+    out.note_lie("culprit", 5)
     assert "culprit" in out
+    assert not out.for_long("culprit", 100)
+    out.agreed(100, {"a": b""}, {"a"})
+    out.agreed(101, {"a": b""}, {"a"})
     assert next(number for number in range(100, 200) if out.for_long("culprit", number)) == 101 + GRACE_ROUNDS

@@ -137,7 +137,7 @@ class Proofs:
     def _keep(self, proof: Proof, kept: Path | bytes) -> None:
         self._known[proof.culprit] = kept
         shared = proof.culprit in self._run.group and proof.culprit != self._run.identity.peer_id
-        self._exclusions.note_lie(proof.culprit, proof.round, now=self._run.reference.round, pending=shared)
+        self._exclusions.note_lie(proof.culprit, proof.round, pending=shared)
 
     # Passing on.
 

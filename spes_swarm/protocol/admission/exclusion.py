@@ -28,24 +28,23 @@ class Exclusions:
         self._lies: dict[str, int] = {}  # culprit -> the newest round in which it has lied
         self._pardons: dict[str, int] = {}  # peer -> the last round whose lies are pardoned
         self._pending: set[str] = set()  # culprits that are not excluded yet
-        self._since: dict[str, int] = {}  # culprit -> the round since which it is excluded
+        self._since: dict[str, int] = {}  # culprit -> the first commit here since which it is excluded
 
-    def note_lie(self, peer_id: str, lied: int, *, now: int | None = None, pending: bool = False) -> None:
-        """Notes a proof of a lie in round `lied`, which came in round `now`.
+    def note_lie(self, peer_id: str, lied: int, *, pending: bool = False) -> None:
+        """Notes a proof of a lie in round `lied`.
 
         `pending`: this peer is in a group with the culprit, and most of its members may not know.
         """
-        newest = max(lied, self._lies.pop(peer_id, 0))
-        self._lies[peer_id] = newest
-        self._since[peer_id] = newest if now is None else now
+        self._lies[peer_id] = max(lied, self._lies.pop(peer_id, 0))
+        self._since.pop(peer_id, None)
         if pending:
             self._pending.add(peer_id)
 
     def agreed(self, round_number: int, said: Mapping[str, bytes], trusted: Collection[str]) -> None:
-        """Excludes those culprits that most of a group's other trusted members have proofs against, or that left it.
+        """Notes the commit of a group, and excludes culprits that are not in it or that most of the others know of.
 
-        `said`: the marks in the statement of each member; see `marks`. Culprits have no say. If no other member is
-        trusted, since culprits have withheld that, all others have.
+        `said`: the marks in the statement of each member; see `marks`. Only `trusted` members have a say, and no
+        culprits. If none is left, since culprits have withheld trust from the others, all of these have.
         """
         honest = [peer for peer in said if not self.is_culprit(peer)]
         voters = [peer for peer in honest if peer in trusted] or honest
@@ -53,7 +52,8 @@ class Exclusions:
             known = sum(_mark(peer_id) in _split(said[voter]) for voter in voters)
             if peer_id not in said or 2 * known > len(voters):
                 self._pending.discard(peer_id)
-                self._since[peer_id] = round_number
+        for peer_id in self.excluded:
+            self._since.setdefault(peer_id, round_number)
 
     def pardon(self, peer_id: str, round_number: int) -> None:
         """Notes that the founder has pardoned a peer's lies up to a round."""
@@ -93,7 +93,8 @@ class Exclusions:
 
     def for_long(self, peer_id: str, round_number: int) -> bool:
         """Returns True if a peer has been excluded for more than GRACE_ROUNDS before a round."""
-        return peer_id in self and round_number - self._since[peer_id] > GRACE_ROUNDS
+        since = self._since.get(peer_id, round_number)
+        return peer_id in self and round_number - since > GRACE_ROUNDS
 
     def __contains__(self, peer_id: object) -> bool:
         return isinstance(peer_id, str) and peer_id not in self._pending and self.is_culprit(peer_id)
