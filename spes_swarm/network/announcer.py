@@ -151,7 +151,7 @@ class Announcer:
         expires = self._next_expiration("progress", self._config.progress_ttl_s)
         self.twins.wrote(expires, self.now())
         routing, exclusions = presence.routing, self.run_state.tracks.conduct.exclusions
-        # If there is not room for all: those that have taken part in rounds, and of these the newest.
+        # If not all fit, former members come before strangers, and the newest before others.
         is_member = self.run_state.roster.standing.is_member
         proven = sorted(exclusions.culprits, key=is_member)[-MAX_PROVEN:]
         return Progress(

@@ -135,7 +135,7 @@ def fault_lines(status: TrainingStatus, metrics: Path) -> list[str]:
 
 
 def exclusion_lines(view: SwarmView | None) -> list[str]:
-    """Formats who is excluded, and who is without duty; nothing if nobody is."""
+    """Lists the excluded peers and those without duty; empty if there are none."""
     found = () if view is None else (("excluded", view.excluded), ("without duty", view.without_duty))
     return [f"{what}: {_short_ids(peers)}" for what, peers in found if peers]
 

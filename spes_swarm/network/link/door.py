@@ -202,7 +202,7 @@ class Door:
             raise InvitationError(f"this peer may no longer take part: {self.members.why_not(me, self._now())}")
         voices = self.voices()
         reasons = [self._refused_by[peer] for peer in voices if peer in self._refused_by]
-        # In an open run, nobody is out whom no proof excludes: an excluded peer gets that itself.
+        # In an open run only a proof excludes; a peer that is refused fetches the one against itself.
         if 2 * len(reasons) > len(voices) and self.is_private and me != self.members.founder:
             raise InvitationError(f"most members refuse this peer: {reasons[0]}")
 

@@ -1,8 +1,8 @@
 """Contributors that do not show their work to an auditor: it asks other members for it, which ask the contributor.
 
 A helper passes on what it gets as it is: the auditor verifies it, as if it came from the contributor. So a broken
-connection between two members leaves no audit unanswered, and a contributor that shows its work to nobody is noted by
-everybody who asked, not by one auditor alone. A member that gets what it wants through another one notes nothing.
+connection between two members leaves no audit unanswered. If a contributor shows its work to nobody, all that asked it
+note that, not one auditor alone. A member that gets what it wants through another one notes nothing.
 """
 
 from __future__ import annotations
