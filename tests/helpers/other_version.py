@@ -1,4 +1,4 @@
-"""A version of spes_swarm that speaks another protocol: `python -m tests.helpers.other_version 5.2 join ...`.
+"""A version of spes_swarm that speaks another protocol: `python -m tests.helpers.other_version 6.1 join ...`.
 
 It measures one more metric, and its records and statements have a field that this version does not know.
 """

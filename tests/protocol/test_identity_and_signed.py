@@ -152,7 +152,7 @@ def test_a_signature_of_one_peer_does_not_serve_another() -> None:
     refused("signature", lambda: unseal(forged, "note", RUN, Note))
 
 
-def envelope(payload: Any, version: Sequence[int] = (5, 1)) -> bytes:
+def envelope(payload: Any, version: Sequence[int] = (6, 0)) -> bytes:
     """A well-signed message whose payload is anything at all; what `seal` signs, written out."""
     who = identity(0)
     packed = payload if isinstance(payload, bytes) else msgpack.packb(payload)
@@ -183,10 +183,10 @@ def test_a_signed_payload_of_another_shape_is_refused(payload: Any) -> None:
     refused("schema", lambda: unseal(envelope(payload), "note", RUN, Note))
 
 
-@pytest.mark.parametrize("version", [(5, 1), (5, 2), (5, 65_535)])
+@pytest.mark.parametrize("version", [(6, 0), (6, 1), (6, 65_535)])
 def test_a_field_that_is_not_known_is_ignored_only_in_a_message_of_a_newer_version(version: tuple[int, int]) -> None:
     data = envelope({"text": "hello", "count": 3, "more": {"than": ["this"]}}, version)
-    if version <= (5, 1):
+    if version <= (6, 0):
         refused("schema", lambda: unseal(data, "note", RUN, Note))
     else:
         assert unseal(data, "note", RUN, Note)[1] == NOTE
@@ -197,27 +197,27 @@ def test_a_field_that_is_not_known_is_ignored_in_what_a_newer_message_contains_t
         notes: list[Note]
 
     inner = {"notes": [{"text": "hello", "count": 3, "more": 1}]}
-    assert unseal(envelope(inner, (5, 2)), "note", RUN, Notes)[1].notes == [NOTE]
+    assert unseal(envelope(inner, (6, 1)), "note", RUN, Notes)[1].notes == [NOTE]
     refused("schema", lambda: unseal(envelope(inner), "note", RUN, Notes))
     wrong = {"notes": [{"text": "hello", "count": "3", "more": 1}]}
-    refused("schema", lambda: unseal(envelope(wrong, (5, 2)), "note", RUN, Notes))
+    refused("schema", lambda: unseal(envelope(wrong, (6, 1)), "note", RUN, Notes))
 
 
 @pytest.mark.parametrize(
     "payload", [{"text": "hello", "more": 1}, {"text": "hello", "count": "3", "more": 1}, ["hello", 3], None, 7]
 )
 def test_what_is_known_must_fit_in_a_newer_version_too(payload: Any) -> None:
-    refused("schema", lambda: unseal(envelope(payload, (5, 2)), "note", RUN, Note))
+    refused("schema", lambda: unseal(envelope(payload, (6, 1)), "note", RUN, Note))
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (envelope({"text": "hello", "count": 3}, (6, 1)), "speaks protocol 6.1, this side 5.1: upgrade this side"),
-        (msgpack.packb([[6, 1]]), "speaks protocol 6.1, this side 5.1: upgrade this side"),
-        (msgpack.packb([[65_535, 0], {"a": "form"}, 5]), "speaks protocol 65535.0, this side 5.1: upgrade this side"),
-        (envelope({"text": "hello", "count": 3}, (1, 7)), "protocol 1.7, this side 5.1: upgrade the writer of a note"),
-        (msgpack.packb([b"", b"", b""]), "protocol 1.0, this side 5.1: upgrade the writer of a note"),  # as it was then
+        (envelope({"text": "hello", "count": 3}, (7, 1)), "speaks protocol 7.1, this side 6.0: upgrade this side"),
+        (msgpack.packb([[7, 1]]), "speaks protocol 7.1, this side 6.0: upgrade this side"),
+        (msgpack.packb([[65_535, 0], {"a": "form"}, 5]), "speaks protocol 65535.0, this side 6.0: upgrade this side"),
+        (envelope({"text": "hello", "count": 3}, (1, 7)), "protocol 1.7, this side 6.0: upgrade the writer of a note"),
+        (msgpack.packb([b"", b"", b""]), "protocol 1.0, this side 6.0: upgrade the writer of a note"),  # as it was then
     ],
     ids=["newer", "nothing else", "another form", "older", "without a version"],
 )
@@ -229,7 +229,7 @@ def test_of_another_major_version_only_the_version_is_read(data: bytes, words: s
 
 def test_the_signature_covers_the_version() -> None:
     _, *rest = msgpack.unpackb(envelope({"text": "hello", "count": 3}))
-    refused("signature", lambda: unseal(msgpack.packb([[5, 2], *rest]), "note", RUN, Note))
+    refused("signature", lambda: unseal(msgpack.packb([[6, 1], *rest]), "note", RUN, Note))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_exactly_the_side_with_the_smaller_major_version_upgrades(major: int, mi
     if major == 5:
         assert check_version([major, minor], "it") == (major, minor)
         return
-    with pytest.raises(ProtocolError, match=f"it speaks protocol {major}.{minor}, this side 5.1: upgrade ") as error:
+    with pytest.raises(ProtocolError, match=f"it speaks protocol {major}.{minor}, this side 6.0: upgrade ") as error:
         check_version([major, minor], "it")
     assert error.value.detail.endswith("upgrade it" if major < 5 else "upgrade this side")
 
@@ -281,9 +281,9 @@ def test_exactly_the_side_with_the_smaller_major_version_upgrades(major: int, mi
         b"\xc1",
         msgpack.packb(3),
         msgpack.packb([]),
-        msgpack.packb([[5, 1]]),
-        msgpack.packb([[5, 1], b"", b"", b"", b""]),
-        msgpack.packb([[5, 1], b"", "", b""]),
+        msgpack.packb([[6, 0]]),
+        msgpack.packb([[6, 0], b"", b"", b"", b""]),
+        msgpack.packb([[6, 0], b"", "", b""]),
         msgpack.packb([b"a", b"b"]),
         msgpack.packb(["a", b"b", b"c"]),
         msgpack.packb({"a": 1}),

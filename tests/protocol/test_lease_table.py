@@ -12,6 +12,7 @@ from spes_swarm.protocol.ownership.lease_table import ExpertChange, Leases, reas
 from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.protocol.rounds.plan import Plan, make_plan
 from spes_swarm.protocol.rounds.statement import Group, Member
+from spes_swarm.protocol.rounds.vouchers import vouchers
 from tests.helpers.rounds import small_layout
 from tests.helpers.unsigned_groups import MAX_PART, ROUND, group, member
 
@@ -228,3 +229,23 @@ def test_who_claims_more_than_the_limit_gets_no_more(fixed: bool) -> None:
     assert len(outcome["liar"]) == 2
     assert outcome["a"] == (0, 1)
     assert outcome["b"] == (2, 3)
+
+
+def test_the_experts_of_a_member_that_hides_go_to_others() -> None:
+    def decide(*others: dict[str, object]) -> dict[str, tuple[int, ...]]:
+        return decided(
+            *(
+                member(
+                    name,
+                    LAYOUT,
+                    held=[i],
+                    vouched=vouchers({}, set("abcd") - {name}, doubted={"d"} - {name}, hiding={"d"} - {name}),
+                    **({"room": 1} | fields),
+                )
+                for i, (name, fields) in enumerate(zip("abcd", others, strict=True))
+            )
+        )
+
+    assert decide({"room": 2}, {}, {}, {"fixed": True}) == {"a": (0, 3), "b": (1,), "c": (2,), "d": ()}
+    assert decide({"room": 2}, {"room": 4}, {}, {"room": 4})["d"] == ()
+    assert decide({}, {}, {}, {"room": 4})["d"] == ()  # nobody else has room for it: it waits for its turn

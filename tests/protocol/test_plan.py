@@ -589,3 +589,66 @@ def test_limits_hold_together(
         assert shares[1] == pytest.approx(0.1)
         assert shares[2] < 0.1
         assert shares[0] == pytest.approx(shares[3])
+
+
+def test_the_work_of_a_member_that_hides_does_not_count() -> None:
+    """Three of four say that d hides. Otherwise it would decide limits and the weight of expert 0."""
+    layout = small_layout(3, shared=20_000)
+    held = {"a": [0], "b": [0], "c": [1], "d": [0, 2]}
+    members = [
+        member(
+            name,
+            layout,
+            held=held[name],
+            tokens=10**9 if name == "d" else 100,
+            routed=[10**9 if name == "d" else 50] * len(held[name]),
+            vouched=vouchers({}, set("abcd") - {name}, doubted={"d"} - {name}, hiding={"d"} - {name}),
+        )
+        for name in "abcd"
+    ]
+    plan = plan_of(layout, *members)
+    assert plan.hiding == plan.without_duty == {3}
+    assert {i: c.weight for i, c in contributors(plan, SHARED_BLOCK).items()} == {0: 100, 1: 100, 2: 100}
+    assert {i: c.weight for i, c in contributors(plan, 1).items()} == {0: 50, 1: 50}
+    assert 3 not in plan.blocks  # of an expert that it alone holds, nothing changes
+    assert plan.claims[3].tokens_ratio == 0
+    assert {part.block for part in plan.wanted(3)} == {0, 1, 2}  # it is told the results like any other
+    noticed_by_one = [
+        replace(m, statement=m.statement.model_copy(update={"vouched": b""})) if m.peer_id in "bc" else m
+        for m in members
+    ]
+    plan = plan_of(layout, *noticed_by_one)
+    assert plan.hiding == frozenset()
+    assert contributors(plan, SHARED_BLOCK).keys() == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("new_tokens", "expected"),
+    [
+        ((100,), 1 / 5),  # no more than a third anyway
+        ((10**9,), 1 / 3),  # believed up to twice the median
+        ((10**9, 10**9), 1 / 3),
+        ((10**9, 10**9, 100), 1 / 3),
+        ((100, 100, 100, 100), 1 / 2),  # as many as the others: nobody can tell which of them are new
+    ],
+)
+def test_new_identities_weigh_at_most_a_third_together(new_tokens: tuple[int, ...], expected: float) -> None:
+    layout = small_layout(2, shared=20_000)
+    known, new = "abcd", [f"new{i}" for i in range(len(new_tokens))]
+    said = {own: vouchers({}, {*known, *new} - {own}, established=set(known) - {own}) for own in known}
+    said |= {own: vouchers({}, {*known, *new} - {own}, established=set(new) - {own}) for own in new}
+    tokens = dict.fromkeys(known, 100) | dict(zip(new, new_tokens, strict=True))
+    held = {name: [0] if name in known else [0, 1] for name in tokens}
+    members = [
+        member(n, layout, tokens=t, held=held[n], routed=[t] * len(held[n]), vouched=said[n]) for n, t in tokens.items()
+    ]
+
+    def share(plan: Plan, block: int) -> float:
+        weights = {i: c.weight for i, c in contributors(plan, block).items()}
+        return sum(weight for i, weight in weights.items() if i >= len(known)) / sum(weights.values())
+
+    limited = make_plan(group(members), layout, MAX_PART, most_of_newcomers=1 / 3)
+    assert share(limited, SHARED_BLOCK) == pytest.approx(expected)
+    assert share(limited, 1) == pytest.approx(expected)
+    assert contributors(limited, 2).keys() == set(range(len(known), len(members)))  # nobody else trains that one
+    assert share(plan_of(layout, *members), SHARED_BLOCK) >= expected  # a private run

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from spes_swarm.protocol.rounds.track_record import NUM_FIRST_COMMITS, RECENT_ROUNDS, SPAN, TrackRecords
 from spes_swarm.protocol.rounds.vouchers import (
+    ESTABLISHED_COMMITS,
     MAX_VOUCHED,
     VOUCHER_BYTES,
     granted_ratios,
+    hiding,
     may_reduce,
     measured_rates,
+    newcomers,
     resting,
     vouchers,
     without_duty,
@@ -303,3 +306,81 @@ def test_who_rests_keeps_its_vote() -> None:
     assert may_reduce(ids, said) == [True] * 8
     liars = [vouchers({}, set(ids) - {own}, doubted=set(ids) - {own}) for own in ids[6:]]
     assert without_duty(ids, [*said[:6], *liars]) == set()
+
+
+# Whose work does not count, and who is new.
+
+
+@given(st.integers(2, 9), st.data())
+def test_more_than_half_of_the_others_and_at_least_two_say_whose_work_is_hidden(
+    count: int, data: st.DataObject
+) -> None:
+    ids = [f"peer{i}" for i in range(count)]
+    noticed = data.draw(st.sets(st.integers(1, count - 1)))
+    said = [
+        vouchers({}, set(ids) - {own}, doubted=set(ids) - {own}, hiding={ids[0]} if i in noticed else ())
+        for i, own in enumerate(ids)
+    ]
+    assert hiding(ids, said) == ({ids[0]} if len(noticed) >= 2 and len(noticed) > (count - 1) / 2 else set())
+
+
+def all_know(known: Collection[str], ids: Sequence[str], established: Collection[str]) -> list[bytes]:
+    """What these say: all of them have delivered, and the `known` ones say who is established."""
+    return [vouchers({}, set(ids) - {own}, established=set(established) - {own} if own in known else ()) for own in ids]
+
+
+def is_established(tracks: TrackRecords, round_number: int) -> bool:
+    """What the only voucher in a statement says."""
+    said = tracks.to_vouchers(round_number)
+    assert len(said) == VOUCHER_BYTES
+    return bool(said[8] & 0x08)
+
+
+def test_a_peer_is_established_after_sixteen_commits_with_its_work() -> None:
+    tracks = TrackRecords()
+    for number in range(1, 19):
+        tracks.committed(number, [("a", 1.0)], [], delivered=() if number == 2 else {"a"})
+        assert is_established(tracks, number + 1) == (number > ESTABLISHED_COMMITS)
+    for number in range(19, 19 + 300):
+        tracks.committed(number, [("b", 1.0)], [], delivered={"b"})
+    tracks.committed(400, [("a", 1.0)], [], delivered={"a"})
+    assert "a" not in tracks._worked or tracks._worked["a"] == 1  # forgotten, so it begins anew
+
+
+def known_to_each_other(known: Sequence[str], ids: Sequence[str]) -> list[bytes]:
+    """What peers say that have all delivered, of which the `known` ones have done so for long."""
+    return [vouchers({}, set(ids) - {own}, established={*known} - {own} if own in known else ()) for own in ids]
+
+
+@given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
+def test_who_is_new_is_what_most_trusted_members_say(num_known: int, num_new: int, num_strangers: int) -> None:
+    known, new = [f"known{i}" for i in range(num_known)], [f"new{i}" for i in range(num_new)]
+    strangers = [f"stranger{i}" for i in range(num_strangers)]
+    said = known_to_each_other(known, known + new) + [b""] * num_strangers
+    expected = {*new, *strangers} if num_known > max(num_new, 1) else set()  # of one, nobody says that it is known
+    assert newcomers([*known, *new, *strangers], said) == expected
+
+
+@given(st.integers(3, 12), st.data())
+def test_identities_that_vouch_for_each_other_alone_make_nobody_new(num_honest: int, data: st.DataObject) -> None:
+    """They are no more than the honest peers that remember the others; or all of these have restarted."""
+    num_liars = data.draw(st.integers(0, num_honest - 1))
+    honest_ids, liars = [f"honest{i}" for i in range(num_honest)], [f"liar{i}" for i in range(num_liars)]
+    restarted = set(honest_ids[: data.draw(st.sampled_from([*range(num_honest - num_liars + 1), num_honest]))])
+    ids = honest_ids + liars
+    said = known_to_each_other(liars, ids)
+    for i, own in enumerate(honest_ids):
+        if own not in restarted:
+            said[i] = vouchers({}, set(ids) - {own}, established=set(ids) - {own})
+    assert not newcomers(ids, said).intersection(honest_ids)
+
+
+@given(st.integers(3, 12), st.data())
+def test_fewer_identities_than_established_peers_stay_new(num_honest: int, data: st.DataObject) -> None:
+    num_new = data.draw(st.integers(0, num_honest - 1))
+    honest_ids, new = [f"honest{i}" for i in range(num_honest)], [f"new{i}" for i in range(num_new)]
+    ids = honest_ids + new
+    said = known_to_each_other(honest_ids, ids)
+    for i, own in enumerate(new, num_honest):
+        said[i] = vouchers({}, set(ids) - {own}, established=set(new) - {own})
+    assert newcomers(ids, said) == set(new)

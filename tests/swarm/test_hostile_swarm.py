@@ -186,7 +186,7 @@ async def attack_calls(stranger: Stranger, other: Identity) -> None:
         ENDLESS_MAP,
         b"\x91" * 100_000,
         msgpack.packb([1]),
-        msgpack.packb({"version": [5, 1]}),
+        msgpack.packb({"version": [6, 0]}),
         msgpack.packb({"version": [2, -1], "method": "ping", "arguments": {}}),
     ):
         response = await stub.rpc_call(averaging_pb2.DownloadData(metadata=garbage), timeout=60.0)

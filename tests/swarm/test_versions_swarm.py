@@ -33,7 +33,7 @@ def test_a_peer_that_adds_a_metric_and_one_that_lacks_it_train_together(tmp_path
     with swarm(tmp_path, round=PATIENT) as running:
         running.has_known_events = False  # its metric
         plain = running.found("--wait-for-peers", 2, "--name", "plain")
-        running.launch = launch_version("5.2")
+        running.launch = launch_version("6.1")
         newer = running.join("--wait-for-peers", 2, "--name", "newer")
         for number in (1, 2, 3):
             for peer in (plain, newer):
@@ -43,7 +43,7 @@ def test_a_peer_that_adds_a_metric_and_one_that_lacks_it_train_together(tmp_path
         assert newer.rounds()[3]["grad_norm"] == 0.5
         assert "grad_norm" not in plain.rounds()[3]
         address = ("--initial-peers", plain.address())
-        here, there = look(MONITOR, *address), look(command("5.2", "monitor.__main__"), *address)
+        here, there = look(MONITOR, *address), look(command("6.1", "monitor.__main__"), *address)
         for state in (here, there):
             assert {peer["name"] for peer in state["peers"]} == {"plain", "newer"}
             assert state["refused"] == {}
@@ -57,15 +57,15 @@ def test_a_peer_that_adds_a_metric_and_one_that_lacks_it_train_together(tmp_path
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ("5.1", "6.0", "speaks protocol 5.1, this side 6.0: upgrade peer "),
-        ("6.0", "5.1", "speaks protocol 6.0, this side 5.1: upgrade this side"),
+        ("6.0", "7.0", "speaks protocol 6.0, this side 7.0: upgrade peer "),
+        ("7.0", "6.0", "speaks protocol 7.0, this side 6.0: upgrade this side"),
     ],
 )
 def test_a_peer_of_another_major_version_is_refused_at_once(
     tmp_path: Path, first: str, second: str, words: str
 ) -> None:
-    launches: dict[str, Launch] = {"5.1": ForkServer(), "6.0": launch_version("6.0")}
-    monitors = {"5.1": MONITOR, "6.0": command("6.0", "monitor.__main__")}
+    launches: dict[str, Launch] = {"6.0": ForkServer(), "7.0": launch_version("7.0")}
+    monitors = {"6.0": MONITOR, "7.0": command("7.0", "monitor.__main__")}
     with swarm(tmp_path) as running:
         running.has_known_events = False
         running.launch = launches[first]

@@ -26,6 +26,7 @@ from spes_swarm.network.transfer.moments import Moments
 from spes_swarm.network.transfer.transfer import Transfer
 from spes_swarm.port.commands import Listener
 from spes_swarm.port.messages import RoundReport
+from spes_swarm.protocol.averaging.weights import MOST_OF_NEWCOMERS
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
 from spes_swarm.protocol.rounds.outcome import Bounds, CommitReport
@@ -64,6 +65,7 @@ class SyncRounds:
             max_part_elements=run.round.part_elements,
             clip=run.round.clip,
             warmup_rounds=self._clock.round_at(run.training.warmup_steps),
+            most_of_newcomers=MOST_OF_NEWCOMERS if run.admission == "open" else 1.0,
         )
 
     async def hold(
@@ -88,7 +90,8 @@ class SyncRounds:
         if not commit.keeps_work:
             self.announcer.has_contributed(tokens)
         if plan.taken_back is None:
-            self.run_state.swarm_tokens.add(sum(member.statement.tokens for member in group.members))
+            counted = [member for i, member in enumerate(group.members) if i not in plan.hiding]
+            self.run_state.swarm_tokens.add(sum(member.statement.tokens for member in counted))
         report = RoundReport(
             commit,
             grouped - started,
@@ -187,7 +190,8 @@ class SyncRounds:
         ids = [member.peer_id for member in group.members]
         if taken_back is None:
             delivered = {ids[i] for result in books.results.values() for i in result.included}
-            idle = {m.peer_id for m in group.members if m.statement.tokens and m.peer_id not in delivered}
+            idle = {m.peer_id for m in group.members if m.statement.tokens} - delivered
+            idle -= {ids[i] for i in books.plan.hiding}  # they have delivered nothing, since nobody asked them to
             standing = run.roster.standing
             owing = {peer for peer in books.failed_reducers() | idle if not standing.is_member(peer)}
             standing.exchanged(delivered, owing - {run.identity.peer_id})
@@ -217,9 +221,11 @@ class SyncRounds:
         absent = [view.peer_id for view in self.run_state.roster.present() if view.peer_id not in ids]
         now = without_duty(ids, vouched, absent)
         standing.without_duty = {peer_id: before.get(peer_id, plan.round) for peer_id in sorted(now)}
+        hidden = {ids[i] for i in plan.hiding}
         for peer_id in now - before.keys():
             own = ", ".join(tracks.conduct.doubts(peer_id, plan.round)) or "nothing"
-            what = f"most members doubt it: it reduces nothing and leads no round (faults seen here: {own})"
+            hides = ", and its work does not count, since it hides it from auditors" if peer_id in hidden else ""
+            what = f"most members doubt it: it reduces nothing and leads no round{hides} (faults seen here: {own})"
             self.exchange.on_fault(peer_id, ProtocolError("duty", what))
         for peer_id in before.keys() - now - set(tracks.conduct.exclusions.culprits):
             _LOGGER.info("%s has its duties again", peer_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 from spes_swarm.base.errors import CapacityError, os_errors_as
@@ -17,15 +16,14 @@ from spes_swarm.storage.checkpoint_writing import OVERHEAD_BYTES
 from spes_swarm.storage.run_directory import RunDirectory
 
 
-def check_disk(work: Workload, experts: int, peer: PeerConfig) -> tuple[Workload, str]:
+def check_disk(work: Workload, experts: int, peer: PeerConfig) -> str:
     """Refuses a disk without space for files that replace memory, and for a first checkpoint.
 
     Others' experts are stored once for each rank. While a checkpoint is written, the earlier ones still exist; as far
     as they agree, they share files, so a disk without space for that many is only worth a warning.
 
     Returns:
-        The workload, without a previous reference if there is no space for it and the user does not insist; and the
-        warning, empty if there is none.
+        The warning, empty if there is none.
 
     Raises:
         CapacityError: it has less space.
@@ -39,28 +37,21 @@ def check_disk(work: Workload, experts: int, peer: PeerConfig) -> tuple[Workload
     with os_errors_as(CapacityError, str(peer.output_dir)):
         free = shutil.disk_usage(existing_parent(checkpoints)).free
     needed = files + vectors + (0 if existing else each)
-    if needed > free and work.previous == "disk" and peer.previous_reference == "auto":
-        work, note = check_disk(replace(work, previous="none"), experts, peer)
-        lacking = (
-            f"the disk of {peer.output_dir} has no space for the weights before the last round, without which this "
-            f"peer cannot show its work, and soon has no duties: {gigabytes(needed - free)} more are needed"
-        )
-        return work, "; ".join(filter(None, [lacking, note]))
     if needed > free:
         part = "" if existing else f", {gigabytes(each)} of it for a checkpoint"
         advice = "free some space, or use"
         if files:
             advice = "use --foreign-storage device, a smaller form of --foreign-experts, or"
         if work.previous == "disk":
-            advice += " --previous-reference none (then this peer soon has no duties), or"
+            advice += " --previous-reference none (among three or more peers its work soon does not count), or"
         raise CapacityError(
             f"{peer.output_dir}: {gigabytes(needed)} are needed on its disk{part}, but only {gigabytes(free)} are "
             f"free; {advice} an --output-dir on a larger disk"
         )
     room = (free - files - vectors) // max(1, each)
     if room >= peer.keep_checkpoints + 1 - existing:
-        return work, ""
-    return work, (
+        return ""
+    return (
         f"the disk of {peer.output_dir} has space for {plural(room, 'more checkpoint')} of up to {gigabytes(each)}; "
         f"{peer.keep_checkpoints} are kept while another one is written: free some space"
     )

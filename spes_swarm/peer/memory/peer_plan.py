@@ -50,7 +50,7 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
     """
     Placement(rank=0, world_size=num_ranks).check_batch(run.training.batch_size_of(peer.batch_size))
     work, experts = plan_experts(run, peer, device, num_ranks)
-    work, note = check_disk(work, experts, peer)
+    note = check_disk(work, experts, peer)
     batch_size = run.training.batch_size_of(peer.batch_size) // num_ranks
     most = min(batch_size, StepSettings.of(peer, device).micro_batch_size or batch_size)
     free = free_bytes(device) if device.type == "cuda" else free_host_bytes()

@@ -15,7 +15,8 @@ Doubts are one peer's opinion, and have an effect only where most agree; see vou
 A member whose work is included in a result and that does not show it to auditors protects the reducer, which may be
 itself. One crash is such a silence, too. But a peer that has crashed comes back as another process with another signing
 key, so a peer *hides* only after several silences with the key that it has, or after many: those with other keys, or
-with the excuse that it has no such commit, count less. One that hides is doubted.
+with the excuse that it has no such commit, count less. One that hides is doubted, and if most say so, its work does
+not count: all the work that does can be audited.
 
 If a commit is taken back (see taking_back.py), nothing shows which of its reducers did harm, if any. Half of them rest:
 those that reduced in the largest number of such commits since a commit of theirs last stood, and of equals a draw by
@@ -272,6 +273,10 @@ class Conduct:
     def doubted(self, round_number: int) -> set[str]:
         """The peers that are doubted in a round."""
         return {peer_id for peer_id in (*self._peers, *self.exclusions.culprits) if self.doubts(peer_id, round_number)}
+
+    def hiding(self, round_number: int) -> set[str]:
+        """The peers that hide their work from auditors."""
+        return {peer_id for peer_id in self._peers if self.hides(peer_id, round_number)}
 
     def rates(self) -> dict[str, float]:
         """The usual upload rate of each peer that was measured, in Mbit/s."""

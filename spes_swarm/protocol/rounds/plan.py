@@ -30,6 +30,7 @@ from spes_swarm.protocol.averaging.clipping import (
     scale,
     usual_rms,
 )
+from spes_swarm.protocol.averaging.weights import Weights, within_share_together, within_shares
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.rounds.statement import Group, Member
@@ -37,8 +38,10 @@ from spes_swarm.protocol.rounds.taking_back import Return, choose_return
 from spes_swarm.protocol.rounds.vouchers import (
     MAX_EARNED_RATIO,
     granted_ratios,
+    hiding,
     may_reduce,
     measured_rates,
+    newcomers,
     resting,
     without_duty,
 )
@@ -153,6 +156,7 @@ class Plan:
     deferred: frozenset[int] = frozenset()
     trusted: frozenset[int] = frozenset()  # members that may reduce; see vouchers.may_reduce
     without_duty: frozenset[int] = frozenset()  # members that most doubt; see vouchers.without_duty
+    hiding: frozenset[int] = frozenset()  # of them, those whose work does not count; see vouchers.hiding
     pace: float = 0.0  # seconds that a member usually takes for 10^6 values that it sends; 0 if unknown
     taken_back: Return | None = None  # this round takes back a commit, and nobody contributes
 
@@ -211,6 +215,7 @@ def make_plan(
     *,
     clip: float = 0.0,
     warmup_rounds: int = 0,
+    most_of_newcomers: float = 1.0,
     experts: bool = True,
     may_return: bool = True,
 ) -> Plan:
@@ -222,13 +227,14 @@ def make_plan(
         max_part_elements: of the run's configuration.
         clip: bound on contributions, see `RoundConfig.clip`; 0 for none.
         warmup_rounds: rounds in which the learning rate rises, so differences grow with the square of the steps.
+        most_of_newcomers: the largest share of an average that new identities have together.
         experts: whether all experts take part. Otherwise only those do whose work would be lost: that a member holds
             that is leaving or has another base. The other holders of such an expert contribute, too.
         may_return: whether it may take back the last commit.
     """
     members = group.members
     lineages = [member.statement.lineage for member in members]
-    bounds = _Bounds(members, clip, growth=2 if group.round <= warmup_rounds else 1)
+    bounds = _Bounds(members, clip, 2 if group.round <= warmup_rounds else 1, most_of_newcomers)
     deferred: set[int] = set()
     reducers = _Reducers(members)
     taken_back = choose_return(members, reducers.trusted) if may_return else None
@@ -253,7 +259,7 @@ def make_plan(
     lengths = shared_rms, expert_rms if experts else None
     trusted = reducers.trusted
     pace = _usual_pace([members[i] for i in trusted])
-    duties = trusted, reducers.without_duty, pace, taken_back
+    duties = trusted, reducers.without_duty, frozenset(bounds.hiding), pace, taken_back
     return Plan(group.round, len(members), blocks, parts, claims, lengths, frozenset(deferred), *duties)
 
 
@@ -285,14 +291,20 @@ def _usual_pace(members: Sequence[Member]) -> float:
 class _Bounds:
     """How much one member may weigh and move, from all members' statements."""
 
-    def __init__(self, members: Sequence[Member], clip: float, growth: int) -> None:
+    def __init__(self, members: Sequence[Member], clip: float, growth: int, most_of_newcomers: float) -> None:
         statements = [member.statement for member in members]
-        claimed = [statement.tokens for statement in statements]
+        ids, vouched = [m.peer_id for m in members], [s.vouched for s in statements]
+        hidden, new = hiding(ids, vouched), newcomers(ids, vouched) if most_of_newcomers < 1 else ()
+        self.hiding = {i for i, peer_id in enumerate(ids) if peer_id in hidden}
+        self._new = {i for i, peer_id in enumerate(ids) if peer_id in new}
+        self._most_of_newcomers = most_of_newcomers
+        self._most = {i: member.most_weight for i, member in enumerate(members)}
+        claimed = [0 if i in self.hiding else statement.tokens for i, statement in enumerate(statements)]
         positive = [tokens for tokens in claimed if tokens > 0]
         self._median_tokens = median_low(positive) if positive else 1
         self._clip = clip
         self._growth = growth  # differences grow at most with this power of the steps
-        self.ratios = granted_ratios([m.peer_id for m in members], [s.vouched for s in statements])
+        self.ratios = granted_ratios(ids, vouched)
         self.tokens = believed_tokens(claimed, self.ratios)
         self._claimed = claimed
         self._rms = [(s.rms[0], dict(zip(s.held, s.rms[1:], strict=True))) for s in statements]
@@ -313,6 +325,11 @@ class _Bounds:
     def usual_rms(self, block: int) -> float:
         """See clipping.usual_rms."""
         return usual_rms(self.stated, None if block == SHARED_BLOCK else block - 1)
+
+    def share(self, weights: Weights) -> Weights:
+        """Lowers weights to the shares that their members may have; see averaging/weights.py."""
+        weights = within_shares(weights, self._most)
+        return within_share_together(weights, self._new, self._most_of_newcomers)
 
     def claim(self, member: int, made: Sequence[tuple[int, Contribution]], shared: BlockPlan | None) -> Claim:
         """A member's claims, compared with the others'."""
@@ -360,7 +377,7 @@ def _plan_block(
     is added to the set.
     """
     version, digest, in_base = _choose_base(members, block)
-    weights = _within_terms(_weights(members, block, bounds), members)
+    weights = bounds.share(_weights(members, block, bounds))
     if deferred is not None and all(i in in_base and not members[i].statement.leaving for i, _ in weights):
         deferred.add(block - 1)
         weights = []
@@ -413,23 +430,7 @@ def _plan_return(members: Sequence[Member], block: int, taken_back: Return) -> B
     return None if len(in_base) == len(members) else BlockPlan(block, version, digest, in_base, (), restored=restored)
 
 
-def _within_terms(weights: list[tuple[int, float]], members: Sequence[Member]) -> list[tuple[int, float]]:
-    """Lowers the weights of members that may have at most some share of an average.
-
-    If all who contribute are so limited that no average fulfils all limits, their limits are their weights.
-    """
-    share = {i: members[i].most_weight for i, _ in weights}
-    limited: set[int] = set()
-    while True:
-        free = math.fsum(weight for i, weight in weights if i not in limited)  # the same in all versions of Python
-        total = free / (1 - math.fsum(share[i] for i in sorted(limited))) if free else 0.0
-        more = {i for i, weight in weights if share[i] < 1 and i not in limited and weight > share[i] * total}
-        if not more:
-            return [(i, share[i] * (total or 1.0) if i in limited else weight) for i, weight in weights]
-        limited |= more
-
-
-def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> list[tuple[int, float]]:
+def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> Weights:
     """Contributors to a block and their weights: all tokens for shared, tokens routed to the expert for its holders."""
     if block == SHARED_BLOCK:
         return [(i, tokens) for i, tokens in enumerate(bounds.tokens) if tokens > 0]
@@ -437,7 +438,7 @@ def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> list[tup
     raw = {
         i: m.statement.routed[m.statement.held.index(expert)]
         for i, m in enumerate(members)
-        if expert in m.statement.held
+        if expert in m.statement.held and i not in bounds.hiding
     }
     # After a round without experts, a member that has done no step since still has work on them.
     raw = {i: count for i, count in raw.items() if count > 0 or members[i].statement.tokens > 0}

@@ -5,12 +5,13 @@ The record is kept in memory only: a peer that restarts begins with an empty one
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging.clipping import MAX_WEIGHT_RATIO
 from spes_swarm.protocol.rounds.conduct import Conduct
-from spes_swarm.protocol.rounds.vouchers import MAX_EARNED_RATIO, vouchers
+from spes_swarm.protocol.rounds.vouchers import ESTABLISHED_COMMITS, MAX_EARNED_RATIO, vouchers
 
 # Consecutive commits in which a larger ratio must have been claimed and borne out before the earned ratio doubles.
 SPAN = 16
@@ -36,6 +37,7 @@ class TrackRecords:
         self._commits: dict[str, int] = {}  # shared with each peer
         self._last_commit: dict[str, int] = {}
         self._delivered: dict[str, int] = {}  # the last round with a peer's work in it
+        self._worked: Counter[str] = Counter()  # commits with a peer's work in them
         self._failed: dict[str, int] = {}  # the last round in which parts that a peer reduces were missing
         self.stalled_rounds = 0  # consecutive commits in which parts of the shared block were missing
         self._claimed: dict[str, list[float]] = {}  # ratios above the cap, in consecutive commits
@@ -67,6 +69,7 @@ class TrackRecords:
         """
         self.stalled_rounds = self.stalled_rounds + 1 if stalled else 0
         self._delivered.update(dict.fromkeys(delivered, round_number))
+        self._worked.update(delivered)
         self.reducers_failed(round_number, failed)
         shared, expert = (
             usual if now is None else max(_FADING * usual, now)
@@ -88,6 +91,7 @@ class TrackRecords:
             self._claimed.pop(peer_id, None)
             self._agreement.pop(peer_id, None)
             self._delivered.pop(peer_id, None)
+            self._worked.pop(peer_id, None)
 
     def reducers_failed(self, round_number: int, peers: Iterable[str]) -> None:
         """Records which members did not deliver parts that they reduce, maybe in a round that was not committed."""
@@ -144,5 +148,7 @@ class TrackRecords:
             round_number,
             doubted=self.conduct.doubted(round_number) & self._last_commit.keys(),
             resting=self.conduct.resting(round_number) & recent,
+            hiding=self.conduct.hiding(round_number) & self._last_commit.keys(),
+            established={peer_id for peer_id in recent if self._worked[peer_id] >= ESTABLISHED_COMMITS},
             rates={peer_id: rate for peer_id, rate in self.conduct.rates().items() if peer_id in recent},
         )

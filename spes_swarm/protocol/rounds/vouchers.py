@@ -10,7 +10,10 @@ delivered in the commits that it shared with them (see track_record.py), and say
   granted if more than half of the other members vouch for it.
 - A peer that failed in several recent rounds is doubted (see conduct.py). One that more than half of the trusted
   members doubt has no duty: it reduces nothing, leads no round, gives no moments, and is not waited for. In the same
-  way, one whose results were late again and again rests from reducing.
+  way, one whose results were late again and again rests from reducing, and the work of one that hides it from auditors
+  does not count.
+- A peer is established at those that have its work in ESTABLISHED_COMMITS commits. The others, new identities, may
+  have only a limited share of an average together, as identities of an open run cost nothing.
 - The upload rate that was measured decides how much a peer reduces; what it declares itself only lowers that.
 
 Trusted are those that may reduce by the first rule: what strangers say changes nothing.
@@ -19,19 +22,23 @@ Trusted are those that may reduce by the first rule: what strangers say changes 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from statistics import median_low
+from typing import NamedTuple
 
 from blake3 import blake3
 
 from spes_swarm.protocol.averaging.clipping import MAX_WEIGHT_RATIO
 
 _MARK_BYTES = 8
-# The first bytes of a digest of the peer id; a byte with the ratio and three flags; the code of the rate.
-VOUCHER_BYTES = _MARK_BYTES + 2
-MAX_VOUCHED = 128  # peers that one statement can name: 1,280 bytes
+# The first bytes of a digest of the peer id, and a byte each for flags, the ratio and the code of the rate.
+VOUCHER_BYTES = _MARK_BYTES + 3
+MAX_VOUCHED = 128  # peers that one statement can name: 1,408 bytes
 MAX_EARNED_RATIO = 16.0
-_REDUCES, _DOUBTED, _RESTS, _RATIO = 0x80, 0x40, 0x20, 0x1F  # flags in the byte of the ratio, and the rest of it
+ESTABLISHED_COMMITS = 16
+_REDUCES, _DOUBTED, _RESTS, _HIDES, _ESTABLISHED = 0x80, 0x40, 0x20, 0x10, 0x08
 # Code c of a rate means 2^((c - _CODE_OF_ONE) / 4) Mbit/s; 0 is none. From 1 kbit/s on.
 # Square roots are rounded alike on all machines, as the plan depends on rates; powers may not be.
 _CODE_OF_ONE, _ROOT = 41, math.sqrt(2)
@@ -46,19 +53,21 @@ def vouchers(
     *,
     doubted: Collection[str] = (),
     resting: Collection[str] = (),
+    hiding: Collection[str] = (),
+    established: Collection[str] = (),
     rates: Mapping[str, float] | None = None,
 ) -> bytes:
-    """Encodes earned ratios, who may reduce, who is doubted, who should rest, and measured rates (Mbit/s).
+    """Encodes earned ratios, measured rates (Mbit/s), and who may reduce, is doubted, rests, hides or is established.
 
     If there are too many, it names those that it doubts and those with the largest ratios, and of the others a
     selection that changes from round to round and is the same at all members.
     """
     codes = {peer_id: _rate_code(rate) for peer_id, rate in (rates or {}).items()}
     ratios = {peer_id: int(ratio) for peer_id, ratio in earned.items() if int(ratio) > MAX_WEIGHT_RATIO}
-    flags = (_REDUCES, reducers), (_DOUBTED, doubted), (_RESTS, resting)
+    flags = {_REDUCES: reducers, _DOUBTED: doubted, _RESTS: resting, _HIDES: hiding, _ESTABLISHED: established}
     said = {
-        peer_id: ratios.get(peer_id, 0) + sum(flag for flag, peers in flags if peer_id in peers)
-        for peer_id in {*ratios, *reducers, *doubted, *resting, *codes}
+        peer_id: sum(flag for flag, peers in flags.items() if peer_id in peers)
+        for peer_id in {*ratios, *codes}.union(*flags.values())
     }
     salt = round_number.to_bytes(8, "little")
 
@@ -66,15 +75,17 @@ def vouchers(
         return peer_id not in doubted, -ratios.get(peer_id, 0), blake3(salt + peer_id.encode()).digest()
 
     chosen = sorted(said, key=order)[:MAX_VOUCHED]
-    return b"".join(_mark(peer_id) + bytes([said[peer_id], codes.get(peer_id, 0)]) for peer_id in chosen)
+    return b"".join(
+        _mark(peer_id) + bytes([said[peer_id], ratios.get(peer_id, 0), codes.get(peer_id, 0)]) for peer_id in chosen
+    )
 
 
 def granted_ratios(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[float]:
     """The multiple of the median up to which each member's tokens count, from the statements' `vouched` fields."""
     votes: list[list[float]] = [[] for _ in peer_ids]
     for named in _named(peer_ids, vouched):
-        for member, (value, _) in named.items():
-            votes[member].append(float(value & _RATIO))
+        for member, entry in named.items():
+            votes[member].append(float(entry.ratio))
     needed = (len(peer_ids) - 1) // 2 + 1  # more than half of the other members
     return [_granted(sorted(ratios, reverse=True), needed) for ratios in votes]
 
@@ -88,8 +99,8 @@ def may_reduce(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[bool]:
     """
     votes = [0] * len(peer_ids)
     for named in _named(peer_ids, vouched):
-        for member, (value, _) in named.items():
-            votes[member] += value & _REDUCES > 0
+        for member, entry in named.items():
+            votes[member] += entry.flags & _REDUCES > 0
     most = max(votes, default=0)
     return [most == 0 or 2 * count > most for count in votes]
 
@@ -107,13 +118,34 @@ def resting(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> set[str]:
     return _said_by_most(_RESTS, peer_ids, vouched)
 
 
+def hiding(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> set[str]:
+    """The members whose work does not count, since they hide it from auditors in the opinion of as many."""
+    return _said_by_most(_HIDES, peer_ids, vouched)
+
+
+def newcomers(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> set[str]:
+    """The members that are not established: fewer than half of the trusted ones that vouch for anybody vouch for them.
+
+    Empty unless more than half of the trusted members are established. Or else a few liars could make newcomers of all
+    others by vouching for each other alone, while those that have restarted remember nobody.
+    """
+    trusted = {i for i, may in enumerate(may_reduce(peer_ids, vouched)) if may}
+    named = [{i for i, entry in said.items() if entry.flags & _ESTABLISHED} for said in _named(peer_ids, vouched)]
+    voters = {voter for voter in trusted if named[voter]}
+    votes = Counter(chain(voters, *(named[voter] for voter in voters)))  # each for itself, too
+    established = {i for i in trusted if 2 * votes[i] >= len(voters)}
+    if not voters or 2 * len(established) <= len(trusted):
+        return set()
+    return {peer_id for i, peer_id in enumerate(peer_ids) if i not in established}
+
+
 def _said_by_most(flag: int, peer_ids: Sequence[str], vouched: Sequence[bytes], also: Sequence[str] = ()) -> set[str]:
     everybody = [*peer_ids, *also]
     trusted = [*may_reduce(peer_ids, vouched), *(False for _ in also)]
     votes = [0] * len(everybody)
     for voter, named in enumerate(_named(everybody, vouched)):
-        for index, (value, _) in named.items():
-            votes[index] += trusted[voter] and value & flag > 0
+        for index, entry in named.items():
+            votes[index] += trusted[voter] and entry.flags & flag > 0
     others = [sum(trusted) - is_trusted for is_trusted in trusted]
     return {peer for peer, count, most in zip(everybody, votes, others, strict=True) if count >= 2 and 2 * count > most}
 
@@ -126,9 +158,9 @@ def measured_rates(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[fl
     trusted = may_reduce(peer_ids, vouched)
     codes: list[list[int]] = [[] for _ in peer_ids]
     for voter, named in enumerate(_named(peer_ids, vouched)):
-        for member, (_, code) in named.items():
-            if code and trusted[voter]:
-                codes[member].append(code)
+        for member, entry in named.items():
+            if entry.rate and trusted[voter]:
+                codes[member].append(entry.rate)
     found = [
         median_low(said) if 2 * len(said) > sum(trusted) - is_trusted and said else None
         for said, is_trusted in zip(codes, trusted, strict=True)
@@ -146,17 +178,23 @@ def _rate(code: int) -> float:
     return math.ldexp(_ROOTS[quarters], doublings)
 
 
-def _named(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[dict[int, tuple[int, int]]]:
-    """What each member says of the others: member index -> (flags and ratio, code of the rate), none of itself."""
+class _Entry(NamedTuple):
+    flags: int
+    ratio: int
+    rate: int  # its code
+
+
+def _named(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[dict[int, _Entry]]:
+    """What each member says of the others, by member index; nothing of itself."""
     index_of = {_mark(peer_id): i for i, peer_id in enumerate(peer_ids)}
-    said: list[dict[int, tuple[int, int]]] = []
+    said: list[dict[int, _Entry]] = []
     for voter, data in enumerate(vouched):
-        named: dict[int, tuple[int, int]] = {}
+        named: dict[int, _Entry] = {}
         for start in range(0, len(data), VOUCHER_BYTES):
-            value, code = data[start + _MARK_BYTES : start + VOUCHER_BYTES]
             member = index_of.get(data[start : start + _MARK_BYTES])
             if member is not None and member != voter:
-                named[member] = value, code  # if a peer is named twice, the last entry counts
+                # If a peer is named twice, the last entry counts.
+                named[member] = _Entry(*data[start + _MARK_BYTES : start + VOUCHER_BYTES])
         said.append(named)
     return said
 
