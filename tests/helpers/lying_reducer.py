@@ -5,7 +5,8 @@ gets the same lie: `flipped`, the opposite of the honest mean; `noisy`, noise as
 length; `stale`, no change at all; `loud`, noise that ruins a model in one round, where no bounds keep it out; `some`,
 the opposite in a tenth of the parts. `two-faced` gives the opposite to every other member. `forged` names roots that
 nobody has signed as those of the contributions to the opposite, and `dropping` leaves out one honest member's work.
-`hiding` gives the opposite to everybody, and shows its own contributions to no auditor.
+`hiding` gives the opposite to everybody, and shows its own contributions to no auditor; an `accomplice` only does the
+latter, which protects whoever else lies.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ LIES: dict[str, Callable[[FloatArray], FloatArray]] = {
     "stale": np.zeros_like,
     "loud": partial(_noise, rms=_LOUD_RMS),
 }
-KINDS = (*LIES, "some", "two-faced", "forged", "dropping", "hiding")
+KINDS = (*LIES, "some", "two-faced", "forged", "dropping", "hiding", "accomplice")
 _FORGED = Commitment(bytes(32), bytes(64))
 
 
@@ -102,7 +103,7 @@ def _lying_main(kind: str, first_round: int, arguments: list[str]) -> int:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(sync_round, "RoundState", Liar))
-        if kind == "hiding":
+        if kind in ("hiding", "accomplice"):
             stack.enter_context(mock.patch.object(Audits, "_show", show_nothing))
         return join.main(arguments)
 
