@@ -5,20 +5,22 @@
 
 Besides --honest peers, --hostile attackers of one kind run, each with an identity of its own. Members take part from
 the first round on: they contribute noise (see tests/helpers/noise_peer.py), lie about the results that they reduce
-(`flipped`, `two-faced`, `forged` and others; see tests/helpers/lying_reducer.py), keep the others waiting (`slow`,
-`slow-push`, `slow-pull`, `late-leader`; see tests/helpers/slow_peer.py), or claim all experts (`claimant`, otherwise
-honest); `fifth` is honest, and shows the cost of another process on the same cores. Strangers that never take part
-(`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of all honest peers; intruders, which
-only submit statements (`silent`, `absent`, `lying`, `owing`; see tests/helpers/intruder.py), before it. The attackers
-are killed after round --rounds, and the honest peers train for two more rounds. The baseline of each seed is a run
-without attackers. All peers are real processes on this machine. Prints a line for each run and the means over the
-seeds, and writes JSON.
+(`flipped`, `two-faced`, `forged` and others; see tests/helpers/lying_reducer.py), about their own work or about the
+others (`opposite`, `experts`, `verdicts`, `accusing` and others; see tests/helpers/lying_contributor.py), keep the
+others waiting (`slow`, `slow-push`, `slow-pull`, `late-leader`; see tests/helpers/slow_peer.py), or claim all experts
+(`claimant`, otherwise honest); `fifth` is honest, and shows the cost of another process on the same cores. Strangers
+that never take part (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of all honest
+peers; intruders, which only submit statements (`silent`, `absent`, `lying`, `owing`; see tests/helpers/intruder.py),
+before it. The attackers are killed after round --rounds, and the honest peers train for two more rounds. The baseline
+of each seed is a run without attackers. All peers are real processes on this machine. Prints a line for each run and
+the means over the seeds, and writes JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -36,7 +38,9 @@ from scripts.testing.chaos.peer import accuses
 from scripts.testing.local_peer import Event, LocalPeer
 from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.protocol.members.identity import Identity
-from tests.helpers.lying_reducer import KINDS as LIARS
+from tests.helpers.lying_contributor import ACCOMPLICES
+from tests.helpers.lying_contributor import KINDS as LYING_CONTRIBUTORS
+from tests.helpers.lying_reducer import KINDS as LYING_REDUCERS
 
 ROOT = Path(__file__).parent.parent
 RECOVERY_ROUNDS = 2
@@ -45,6 +49,7 @@ NOISE = ("loud", "measured", "understated", "reducer")
 STRANGERS = ("clock", "ghosts")
 SLOW = ("slow", "slow-push", "slow-pull", "late-leader")
 INTRUDERS = ("silent", "absent", "lying", "owing")
+LIARS = dict.fromkeys(LYING_REDUCERS, "lying_reducer") | dict.fromkeys(LYING_CONTRIBUTORS, "lying_contributor")
 EXPERTS = {"claimant": "0,1,2,3,4,5,6,7", "fifth": "auto"} | dict.fromkeys(LIARS, "auto")
 MEMBERS = (*NOISE, *SLOW, *EXPERTS)
 KINDS = (*MEMBERS, *STRANGERS, *INTRUDERS)
@@ -76,18 +81,16 @@ class Attacker:
     """An attacking process."""
 
     directory: Path
-    peer_id: str
     process: subprocess.Popen[bytes]
 
     @classmethod
-    def start(cls, directory: Path, kind: str, addresses: list[str], size: float) -> Attacker:
-        """Starts the process, with an identity of its own."""
-        directory.mkdir()
-        peer_id = Identity.load_or_create(directory / "identity.key").peer_id
+    def start(cls, directory: Path, kind: str, addresses: list[str], size: float, identities: list[str]) -> Attacker:
+        """Starts the process in a directory with its identity; `identities`: those of all attackers."""
         with (directory / "console.log").open("wb") as log:
             command = [sys.executable, "-m", *command_line(directory, kind, addresses, size)]
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
-        return cls(directory, peer_id, process)
+            environment = os.environ | {ACCOMPLICES: " ".join(identities)}
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+        return cls(directory, process)
 
     def said(self) -> str:
         """What it has printed."""
@@ -97,6 +100,12 @@ class Attacker:
         """Ends the process."""
         self.process.kill()
         self.process.wait()
+
+
+def make_identity(directory: Path) -> str:
+    """Makes the directory of an attacker, with an identity; returns its peer id."""
+    directory.mkdir()
+    return Identity.load_or_create(directory / "identity.key").peer_id
 
 
 def command_line(directory: Path, kind: str, addresses: list[str], size: float) -> list[str]:
@@ -110,7 +119,7 @@ def command_line(directory: Path, kind: str, addresses: list[str], size: float) 
     if kind in INTRUDERS:
         return ["tests.helpers.intruder", *addresses, "--directory", str(directory), "--kind", kind]
     joining = ["--initial-peers", addresses[0], "--experts", EXPERTS[kind], "--output-dir", str(directory)]
-    return [*(["tests.helpers.lying_reducer", kind] if kind in LIARS else ["spes_swarm.join"]), *LOOPBACK, *joining]
+    return [*([f"tests.helpers.{LIARS[kind]}", kind] if kind in LIARS else ["spes_swarm.join"]), *LOOPBACK, *joining]
 
 
 def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namespace, seed: int) -> Outcome:
@@ -128,9 +137,11 @@ def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namesp
         if kind in STRANGERS:
             for peer in peers:
                 peer.wait_for("round", lambda event: event["peers"] == options.honest)
+        hostile = [directory / f"attacker-{i}" for i in range(options.hostile if kind != "none" else 0)]
+        identities = [make_identity(each) for each in hostile]
         attackers: list[Attacker] = []
-        for i in range(options.hostile if kind != "none" else 0):
-            attackers.append(Attacker.start(directory / f"attacker-{i}", kind, addresses, options.size))
+        for each in hostile:
+            attackers.append(Attacker.start(each, kind, addresses, options.size, identities))
             stack.callback(attackers[-1].kill)
         begun = 1
         if kind in STRANGERS:
@@ -143,7 +154,7 @@ def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namesp
                 raise SystemExit(attacker.said())
             attacker.kill()
         peers[0].wait_for_round(last, PATIENCE_S)
-        return measure(peers, [attacker.peer_id for attacker in attackers], kind, seed, begun, options.rounds)
+        return measure(peers, identities, kind, seed, begun, options.rounds)
 
 
 def measure(peers: list[LocalPeer], hostile: list[str], kind: str, seed: int, begun: int, rounds: int) -> Outcome:
