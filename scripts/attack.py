@@ -8,12 +8,13 @@ the first round on: they contribute noise (see tests/helpers/noise_peer.py), lie
 (`flipped`, `two-faced`, `forged` and others; see tests/helpers/lying_reducer.py), about their own work or about the
 others (`opposite`, `experts`, `verdicts`, `accusing` and others; see tests/helpers/lying_contributor.py), keep the
 others waiting (`slow`, `slow-push`, `slow-pull`, `late-leader`; see tests/helpers/slow_peer.py), or claim all experts
-(`claimant`, otherwise honest); `fifth` is honest, and shows the cost of another process on the same cores. Strangers
-that never take part (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of all honest
-peers; intruders, which only submit statements (`silent`, `absent`, `lying`, `owing`; see tests/helpers/intruder.py),
-before it. The attackers are killed after round --rounds, and the honest peers train for two more rounds. The baseline
-of each seed is a run without attackers. All peers are real processes on this machine. Prints a line for each run and
-the means over the seeds, and writes JSON.
+(`claimant`, otherwise honest). Of `shielded` ones, the first shows its work to no auditor, so that nobody can prove
+that the others flip the results that they reduce. `fifth` is honest, and shows the cost of another process on the same
+cores. Strangers that never take part (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of
+all honest peers; intruders, which only submit statements (`silent`, `absent`, `lying`, `owing`; see
+tests/helpers/intruder.py), before it. The attackers are killed after round --rounds, and the honest peers train for two
+more rounds. The baseline of each seed is a run without attackers. All peers are real processes on this machine. Prints
+a line for each run and the means over the seeds, and writes JSON.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ SLOW = ("slow", "slow-push", "slow-pull", "late-leader")
 INTRUDERS = ("silent", "absent", "lying", "owing")
 LIARS = dict.fromkeys(LYING_REDUCERS, "lying_reducer") | dict.fromkeys(LYING_CONTRIBUTORS, "lying_contributor")
 EXPERTS = {"claimant": "0,1,2,3,4,5,6,7", "fifth": "auto"} | dict.fromkeys(LIARS, "auto")
-MEMBERS = (*NOISE, *SLOW, *EXPERTS)
+MEMBERS = (*NOISE, *SLOW, *EXPERTS, "shielded")
 KINDS = (*MEMBERS, *STRANGERS, *INTRUDERS)
 PATIENCE_S = 600.0
 
@@ -140,8 +141,9 @@ def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namesp
         hostile = [directory / f"attacker-{i}" for i in range(options.hostile if kind != "none" else 0)]
         identities = [make_identity(each) for each in hostile]
         attackers: list[Attacker] = []
-        for each in hostile:
-            attackers.append(Attacker.start(each, kind, addresses, options.size, identities))
+        for i, each in enumerate(hostile):
+            role = ("flipped" if i else "accomplice") if kind == "shielded" else kind
+            attackers.append(Attacker.start(each, role, addresses, options.size, identities))
             stack.callback(attackers[-1].kill)
         begun = 1
         if kind in STRANGERS:
@@ -224,6 +226,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("runs/attack.json"))
     options = parser.parse_args()
     configured = load_config(options.config).run
+    if "shielded" in options.kinds and options.hostile < 2:
+        parser.error("shielded: it takes --hostile 2 or more")
     if configured is None:
         parser.error(f"{options.config} has no `run:` section")
     run = configured.to_dict()
