@@ -97,7 +97,7 @@ class Leases:
         new = after.get(self._me, set())
         mine = set(self.held)
         givers = {e: tuple(p for p in give if e in before[p] - after.get(p, set())) for e in new - mine}
-        takers = {e: tuple(p for p in after if e in after[p] - before[p]) for e in mine - new if self._me in give}
+        takers = {e: tuple(p for p in after if self._me in give and e in after[p] - before[p]) for e in mine - new}
         self.held = tuple(sorted(new))
         return ExpertChange(self.held, givers, takers)
 
