@@ -292,7 +292,14 @@ class SequentialSwarm:
             number, {peer.name: peer.statement(number, leaving=peer in leaving) for peer in self.peers}
         )
         experts = last or self._clock.synchronises_experts(number)
-        plan = make_plan(group, layout, config.part_elements, clip=config.clip, experts=experts)
+        plan = make_plan(
+            group,
+            layout,
+            config.part_elements,
+            clip=config.clip,
+            most_of_newcomers=self._run.most_of_newcomers,
+            experts=experts,
+        )
         codec, result_codec = get_codec(config.codec), get_codec(config.codec_of_results)
         bounds = Bounds.of(config.clip, config.max_update_rms)
         states = [

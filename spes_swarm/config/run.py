@@ -393,6 +393,11 @@ class RunConfig(Section):
         if self.visible == "members" and self.admission == "open":
             raise ConfigError("visible: found 'members', expected 'all' in an open run, in which everybody is a member")
 
+    @property
+    def most_of_newcomers(self) -> float:
+        """The largest share of an average that new identities have together: in an open run these cost nothing."""
+        return 1 / 3 if self.admission == "open" else 1.0
+
     def to_dict(self) -> dict[str, Any]:
         """As `Section.to_dict`, without the defaults of settings that older versions refuse as unknown."""
         values = Section.to_dict(self)

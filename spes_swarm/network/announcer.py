@@ -138,7 +138,8 @@ class Announcer:
         await self._volunteer()
         if self._rounds_are_due():
             await self._publish_rounds()
-        if self._leases.held and self.now() > self._lease_expires - 2 * self._config.lease_s / 3:
+        due = self.now() > self._lease_expires - 2 * self._config.lease_s / 3
+        if due and (self._leases.held or self._lease_is_out):  # an old lease would reserve what it holds no longer
             await self.publish_lease()
 
     async def publish_progress(self) -> None:

@@ -20,7 +20,7 @@ from unittest import mock
 
 import numpy as np
 
-from scripts.testing.forked_peer import ForkServer
+from scripts.testing.forked_peer import ForkServer, Main
 from spes_swarm import join
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.network.link.wire import Channel
@@ -52,12 +52,12 @@ KINDS = (*LIES, "some", "two-faced", "forged", "dropping", "hiding", "accomplice
 _FORGED = Commitment(bytes(32), bytes(64))
 
 
-def launch_lying(kind: str, first_round: int) -> ForkServer:
-    """Starts `join` that lies from a round on."""
-    return ForkServer(main=partial(_lying_main, kind, first_round))
+def launch_lying(kind: str, first_round: int = 0, main: Main = join.main) -> ForkServer:
+    """Starts `join`, or another `main`, that lies from a round on."""
+    return ForkServer(main=partial(_lying_main, kind, first_round, main=main))
 
 
-def _lying_main(kind: str, first_round: int, arguments: list[str]) -> int:
+def _lying_main(kind: str, first_round: int, arguments: list[str], main: Main = join.main) -> int:
     values = LIES.get(kind, np.negative if kind in ("some", "forged", "hiding") else np.copy)
 
     class Liar(RoundState):
@@ -105,7 +105,7 @@ def _lying_main(kind: str, first_round: int, arguments: list[str]) -> int:
         stack.enter_context(mock.patch.object(sync_round, "RoundState", Liar))
         if kind in ("hiding", "accomplice"):
             stack.enter_context(mock.patch.object(Audits, "_show", show_nothing))
-        return join.main(arguments)
+        return main(arguments)
 
 
 if __name__ == "__main__":

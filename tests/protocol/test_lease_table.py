@@ -246,6 +246,11 @@ def test_the_experts_of_a_member_that_hides_go_to_others() -> None:
     assert decided(*hiding({}, {}, {}, {"room": 4}))["d"] == ()  # nobody has room for it: it waits for its turn
 
 
+def test_who_has_named_experts_and_lost_them_gets_others() -> None:
+    back = member("d", LAYOUT, held=[], room=1, fixed=True)
+    assert decided(member("a", LAYOUT, held=[0, 1, 2], room=3), back)["d"] == (3,)
+
+
 def test_a_member_without_duty_loses_experts_but_gives_no_moments() -> None:
     formed, plan = planned(*hiding({"room": 2}, {}, {}, {}))
     assert leases("d", (3,)).after_commit(formed, plan) == ExpertChange((), lost={3: ()})

@@ -324,11 +324,6 @@ def test_more_than_half_of_the_others_and_at_least_two_say_whose_work_is_hidden(
     assert hiding(ids, said) == ({ids[0]} if len(noticed) >= 2 and len(noticed) > (count - 1) / 2 else set())
 
 
-def all_know(known: Collection[str], ids: Sequence[str], established: Collection[str]) -> list[bytes]:
-    """What these say: all of them have delivered, and the `known` ones say who is established."""
-    return [vouchers({}, set(ids) - {own}, established=set(established) - {own} if own in known else ()) for own in ids]
-
-
 def is_established(tracks: TrackRecords, round_number: int) -> bool:
     """What the only voucher in a statement says."""
     said = tracks.to_vouchers(round_number)
@@ -353,26 +348,36 @@ def known_to_each_other(known: Sequence[str], ids: Sequence[str]) -> list[bytes]
 
 
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 9))
-def test_who_is_new_is_what_most_trusted_members_say(num_known: int, num_new: int, num_strangers: int) -> None:
+def test_who_is_new_is_what_most_of_all_others_say(num_known: int, num_new: int, num_strangers: int) -> None:
     known, new = [f"known{i}" for i in range(num_known)], [f"new{i}" for i in range(num_new)]
     strangers = [f"stranger{i}" for i in range(num_strangers)]
     said = known_to_each_other(known, known + new) + [b""] * num_strangers
-    expected = {*new, *strangers} if num_known > max(num_new, 1) else set()  # of one, nobody says that it is known
-    assert newcomers([*known, *new, *strangers], said) == expected
+    # One that knows no other established peer says nothing.
+    decided = num_known >= 2 and num_known > (num_known + num_new + num_strangers - 1) / 2
+    assert newcomers([*known, *new, *strangers], said) == ({*new, *strangers} if decided else set())
 
 
-@given(st.integers(3, 12), st.data())
-def test_identities_that_vouch_for_each_other_alone_make_nobody_new(num_honest: int, data: st.DataObject) -> None:
-    """They are no more than the honest peers that remember the others; or all of these have restarted."""
-    num_liars = data.draw(st.integers(0, num_honest - 1))
-    honest_ids, liars = [f"honest{i}" for i in range(num_honest)], [f"liar{i}" for i in range(num_liars)]
-    restarted = set(honest_ids[: data.draw(st.sampled_from([*range(num_honest - num_liars + 1), num_honest]))])
-    ids = honest_ids + liars
-    said = known_to_each_other(liars, ids)
-    for i, own in enumerate(honest_ids):
-        if own not in restarted:
-            said[i] = vouchers({}, set(ids) - {own}, established=set(ids) - {own})
+@given(st.data())
+def test_a_minority_makes_nobody_new_and_no_work_hidden(data: st.DataObject) -> None:
+    """Whomever they vouch for, and whoever of the others has restarted and so vouches for nobody."""
+    num_honest = data.draw(st.integers(3, 10))
+    hostile = [f"hostile{i}" for i in range(data.draw(st.integers(0, num_honest - 1)))]
+    honest_ids = [f"honest{i}" for i in range(num_honest)]
+    restarted = data.draw(st.sets(st.sampled_from(honest_ids)))
+    working = data.draw(st.sets(st.sampled_from(hostile))) if hostile else set()  # the rest are strangers
+    delivered = {*honest_ids, *working}
+    said = []
+    for own in honest_ids:
+        known = set() if own in restarted else delivered - {own}
+        said.append(vouchers({}, known, established=known))
+    friends = {*hostile, *data.draw(st.sets(st.sampled_from(honest_ids)))}
+    for own in hostile:
+        victims = {*honest_ids} - friends
+        trusted = friends - {own}
+        said.append(vouchers({}, trusted, doubted=victims, hiding=victims, established=trusted))
+    ids = honest_ids + hostile
     assert not newcomers(ids, said).intersection(honest_ids)
+    assert not hiding(ids, said).intersection(honest_ids)
 
 
 @given(st.integers(3, 12), st.data())
@@ -384,3 +389,25 @@ def test_fewer_identities_than_established_peers_stay_new(num_honest: int, data:
     for i, own in enumerate(new, num_honest):
         said[i] = vouchers({}, set(ids) - {own}, established=set(new) - {own})
     assert newcomers(ids, said) == set(new)
+
+
+def test_a_full_list_says_nothing_about_those_that_it_does_not_name() -> None:
+    ids = [f"peer{i}" for i in range(2 * MAX_VOUCHED)]
+    assert newcomers(ids, [vouchers({}, set(ids) - {own}, 7, established=set(ids) - {own}) for own in ids]) == set()
+
+
+def test_silent_strangers_can_only_keep_hidden_work_in() -> None:
+    ids = ["hiding", "a", "b", "c"]
+    said = [b"", *(vouchers({}, set(ids) - {own}, doubted={"hiding"}, hiding={"hiding"}) for own in "abc")]
+    assert hiding(ids, said) == {"hiding"}
+    assert hiding([*ids, "s1", "s2"], [*said, b"", b""]) == {"hiding"}
+    assert hiding([*ids, "s1", "s2", "s3"], [*said, b"", b"", b""]) == set()
+
+
+def test_what_is_hidden_is_what_the_conduct_of_a_peer_says() -> None:
+    tracks = TrackRecords()
+    tracks.committed(1, [("a", 1.0)], [], delivered={"a"})
+    for number in (2, 3, 4):
+        assert not tracks.to_vouchers(number)[8] & 0x10
+        tracks.conduct.note_silence("a", number, b"key")
+    assert tracks.to_vouchers(5)[8] & 0x50 == 0x50  # doubted as well

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ import pytest
 from scripts.testing.forked_peer import ForkServer
 from scripts.testing.local_peer import Event, LocalPeer
 from tests.helpers.lying_reducer import launch_lying
-from tests.helpers.swarm import PATIENT, REASONABLE_S, swarm
+from tests.helpers.slow_join import sleeping_main
+from tests.helpers.swarm import PATIENT, REASONABLE_S, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
 
 TOGETHER = ("--wait-for-peers", 4, "--experts", 4)
 FIRST_LIE = 3
+STEP_S = 0.8  # a round has five steps
 EXCLUDED = r"this peer may no longer take part: \w+ is excluded: a proof shows a lie in round \d+"
 
 
@@ -55,6 +58,27 @@ def test_a_lie_is_proven_by_all_honest_members_and_ends_participation(kind: str,
         for peer in honest:
             peer.wait_for_round(end)
             assert {event["peers"] for number, event in peer.rounds().items() if number > max(last)} == {3}
+
+
+def test_the_work_of_a_member_that_shows_it_to_nobody_does_not_count(tmp_path: Path) -> None:
+    """Rounds are longer than an auditor's second attempt; the member loses its experts, and stays in the groups."""
+    slow = partial(sleeping_main, STEP_S)
+    with swarm(tmp_path, round={**PATIENT, "stall_timeout_s": 4.0}) as running:
+        running.launch = ForkServer(main=slow)
+        honest = [running.found(*TOGETHER), running.join(*TOGETHER), running.join(*TOGETHER)]
+        running.launch = launch_lying("accomplice", main=slow)
+        accomplice = running.join(*TOGETHER, "--seed", 9, name="accomplice")
+        peer_id = accomplice.wait_for("join")["peer_id"]
+        for peer in honest:
+            fault = peer.wait_for("fault", lambda event: event["kind"] == "duty")
+            assert (fault["peer"], "its work does not count" in fault["detail"]) == (peer_id, True)
+        lease = accomplice.wait_for("lease", lambda event: event["lost"])
+        assert (len(lease["lost"]), lease["gained"]) == (4, [])
+        later = accomplice.wait_for("round", lambda event: event["round"] > lease["round"])
+        assert later["peers"] == 4
+        for peer in honest:
+            peer.wait_for_round(later["round"])
+        equal_digests([*honest, accomplice], later["round"])
 
 
 def test_an_excluded_peer_stays_out_until_the_founder_pardons_it(tmp_path: Path) -> None:

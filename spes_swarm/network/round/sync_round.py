@@ -26,7 +26,6 @@ from spes_swarm.network.transfer.moments import Moments
 from spes_swarm.network.transfer.transfer import Transfer
 from spes_swarm.port.commands import Listener
 from spes_swarm.port.messages import RoundReport
-from spes_swarm.protocol.averaging.weights import MOST_OF_NEWCOMERS
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
 from spes_swarm.protocol.rounds.outcome import Bounds, CommitReport
@@ -58,6 +57,7 @@ class SyncRounds:
         self._codec = get_codec(run.round.codec)
         self._last_round = ScheduleEnd(run).last_round  # which no other round could follow to complete the work
         self._result_codec = get_codec(run.round.codec_of_results)
+        self._hidden: set[str] = set()  # members whose work did not count in the last commit
         self._bounds = Bounds.of(run.round.clip, run.round.max_update_rms)
         self._make_plan = partial(
             make_plan,
@@ -65,7 +65,7 @@ class SyncRounds:
             max_part_elements=run.round.part_elements,
             clip=run.round.clip,
             warmup_rounds=self._clock.round_at(run.training.warmup_steps),
-            most_of_newcomers=MOST_OF_NEWCOMERS if run.admission == "open" else 1.0,
+            most_of_newcomers=run.most_of_newcomers,
         )
 
     async def hold(
@@ -221,10 +221,10 @@ class SyncRounds:
         absent = [view.peer_id for view in self.run_state.roster.present() if view.peer_id not in ids]
         now = without_duty(ids, vouched, absent)
         standing.without_duty = {peer_id: before.get(peer_id, plan.round) for peer_id in sorted(now)}
-        hidden = {ids[i] for i in plan.hiding}
-        for peer_id in now - before.keys():
+        hidden, self._hidden = self._hidden, {ids[i] for i in plan.hiding}
+        for peer_id in (now - before.keys()) | (self._hidden - hidden):
             own = ", ".join(tracks.conduct.doubts(peer_id, plan.round)) or "nothing"
-            hides = ", and its work does not count, since it hides it from auditors" if peer_id in hidden else ""
+            hides = ", and its work does not count, since it hides it from auditors" if peer_id in self._hidden else ""
             what = f"most members doubt it: it reduces nothing and leads no round{hides} (faults seen here: {own})"
             self.exchange.on_fault(peer_id, ProtocolError("duty", what))
         for peer_id in before.keys() - now - set(tracks.conduct.exclusions.culprits):

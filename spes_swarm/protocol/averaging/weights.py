@@ -8,9 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-# The largest share of an average that new identities have together in an open run, where they cost nothing.
-MOST_OF_NEWCOMERS = 1 / 3
-
 Weights = list[tuple[int, float]]
 """Members with their weights."""
 

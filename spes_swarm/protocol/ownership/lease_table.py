@@ -105,7 +105,8 @@ class Leases:
 def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> dict[str, tuple[int, ...]]:
     """What each member that stays holds after a commit: a pure function of the group, the same on every member."""
     statements = {member.peer_id: member.statement for member in group.members}
-    hiding = {group.members[i].peer_id for i in plan.hiding}  # their experts go to others
+    # Their experts go to others. Who has named experts then has none of them, and later gets others.
+    hiding = {group.members[i].peer_id for i in plan.hiding}
     returns = plan.taken_back is not None  # nobody's work is in it, so who is leaving needs another round
     # Most members see the same leases: each distinct bitmap is unpacked once.
     views = {data: members_of(data, num_experts) for data in {s.leased for s in statements.values()}}
@@ -121,7 +122,9 @@ def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> 
             versions[index - 1] = block_plan.new_version(plan.round)
     return reassign(
         {
-            peer: Holding(tuple(s.held), 0 if peer in hiding else s.room, s.fixed and peer not in hiding)
+            peer: Holding(
+                tuple(s.held), 0 if peer in hiding else s.room, s.fixed and peer not in hiding and bool(s.held)
+            )
             for peer, s in statements.items()
             if returns or not s.leaving
         },

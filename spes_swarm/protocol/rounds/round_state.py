@@ -456,7 +456,7 @@ class RoundState:
         self.reference.finish(self.plan.round, [(index, self._version(index, incomplete)) for index in sorted(changed)])
         if taken_back is None:
             self.previous.committed(self.reference)
-        covered = {e for m in self.group.members for e in m.statement.held}
+        covered = {e for i, m in enumerate(self.group.members) if i not in self.plan.hiding for e in m.statement.held}
         return CommitReport(
             round=self.plan.round,
             members=tuple(m.peer_id for m in self.group.members),

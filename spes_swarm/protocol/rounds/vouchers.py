@@ -10,10 +10,12 @@ delivered in the commits that it shared with them (see track_record.py), and say
   granted if more than half of the other members vouch for it.
 - A peer that failed in several recent rounds is doubted (see conduct.py). One that more than half of the trusted
   members doubt has no duty: it reduces nothing, leads no round, gives no moments, and is not waited for. In the same
-  way, one whose results were late again and again rests from reducing, and the work of one that hides it from auditors
-  does not count.
-- A peer is established at those that have its work in ESTABLISHED_COMMITS commits. The others, new identities, may
-  have only a limited share of an average together, as identities of an open run cost nothing.
+  way, one whose results were late again and again rests from reducing.
+- The work of a member without duty does not count if more than half of all other members say that it hides it from
+  auditors. What does not count earns no trust, so a few that trust only each other must not decide it.
+- A peer is established at those that have its work in ESTABLISHED_COMMITS commits. New identities may have only a
+  limited share of an average together, since they cost nothing in an open run. A member is one if more than half of all
+  other members name others, and not it, as established.
 - The upload rate that was measured decides how much a peer reduces; what it declares itself only lowers that.
 
 Trusted are those that may reduce by the first rule: what strangers say changes nothing.
@@ -24,7 +26,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
 from statistics import median_low
 from typing import NamedTuple
 
@@ -119,24 +120,22 @@ def resting(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> set[str]:
 
 
 def hiding(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> set[str]:
-    """The members whose work does not count, since they hide it from auditors in the opinion of as many."""
-    return _said_by_most(_HIDES, peer_ids, vouched)
+    """Of the members without duty, those that hide their work from auditors, say more than half of all others."""
+    votes = Counter(i for said in _named(peer_ids, vouched) for i, entry in said.items() if entry.flags & _HIDES)
+    said_by_most = {peer_id for i, peer_id in enumerate(peer_ids) if 2 * votes[i] > len(peer_ids) - 1}
+    return said_by_most & without_duty(peer_ids, vouched)
 
 
 def newcomers(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> set[str]:
-    """The members that are not established: fewer than half of the trusted ones that vouch for anybody vouch for them.
+    """The members that are new identities: more than half of all others name others as established, and not them.
 
-    Empty unless more than half of the trusted members are established. Or else a few liars could make newcomers of all
-    others by vouching for each other alone, while those that have restarted remember nobody.
+    Those that remember nobody, since they have restarted, say nothing about anybody, and a list that is full says
+    nothing about those that it does not name.
     """
-    trusted = {i for i, may in enumerate(may_reduce(peer_ids, vouched)) if may}
     named = [{i for i, entry in said.items() if entry.flags & _ESTABLISHED} for said in _named(peer_ids, vouched)]
-    voters = {voter for voter in trusted if named[voter]}
-    votes = Counter(chain(voters, *(named[voter] for voter in voters)))  # each for itself, too
-    established = {i for i in trusted if 2 * votes[i] >= len(voters)}
-    if not voters or 2 * len(established) <= len(trusted):
-        return set()
-    return {peer_id for i, peer_id in enumerate(peer_ids) if i not in established}
+    judges = [voter for voter, data in enumerate(vouched) if named[voter] and len(data) < MAX_VOUCHED * VOUCHER_BYTES]
+    votes = Counter(i for voter in judges for i in range(len(peer_ids)) if i != voter and i not in named[voter])
+    return {peer_id for i, peer_id in enumerate(peer_ids) if 2 * votes[i] > len(peer_ids) - 1}
 
 
 def _said_by_most(flag: int, peer_ids: Sequence[str], vouched: Sequence[bytes], also: Sequence[str] = ()) -> set[str]:
