@@ -192,6 +192,17 @@ def test_a_third_of_liars_that_vouch_for_each_other_changes_nothing(num_honest: 
     assert may_reduce(ids, said)[1:] == [True] * (num_honest - 1) + [False] * num_liars
 
 
+@given(st.integers(3, 12), st.data())
+def test_a_minority_takes_nobody_s_trust_by_vouching_for_itself(num_honest: int, data: st.DataObject) -> None:
+    num_liars = data.draw(st.integers(0, num_honest - 1))  # who have delivered, so that the honest peers vouch for them
+    num_strangers = data.draw(st.integers(0, num_honest - 1 - num_liars))
+    honest_ids, liars = [f"honest{i}" for i in range(num_honest)], [f"liar{i}" for i in range(num_liars)]
+    ids = [*honest_ids, *liars, *(f"stranger{i}" for i in range(num_strangers))]
+    said = [vouchers({}, {*honest_ids, *liars} - {own}) for own in honest_ids]
+    said += [vouchers({}, {*liars} - {own}) for own in ids[num_honest:]]
+    assert may_reduce(ids, said) == [True] * (num_honest + num_liars) + [False] * num_strangers
+
+
 def test_while_nobody_has_delivered_all_may_reduce() -> None:
     assert may_reduce(IDS, [b""] * len(IDS)) == [True] * len(IDS)
     assert may_reduce(["a"], [b""]) == [True]

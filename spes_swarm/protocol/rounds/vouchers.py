@@ -92,18 +92,19 @@ def granted_ratios(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[fl
 
 
 def may_reduce(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[bool]:
-    """Which members may reduce: those that more than half as many members vouch for as for the most trusted one.
+    """Which members may reduce: those that more than half of the group vouch for, each for itself included, and those
+    that more than half as many vouch for as for the most trusted one.
 
-    The measure is not the size of the group, or strangers could leave nobody a majority. Identities that vouch for each
-    other may reduce, too, once they are more than half as many as the honest members. While nobody vouches for anybody,
-    as in the first round of a run, all may.
+    The size of the group alone is no measure, or strangers could leave nobody a majority; nor is the most trusted one,
+    for which strangers could vouch. Identities that vouch for each other may reduce, too, once they are more than half
+    as many as the honest members. While nobody vouches for anybody, as in the first round of a run, all may.
     """
     votes = [0] * len(peer_ids)
     for named in _named(peer_ids, vouched):
         for member, entry in named.items():
             votes[member] += entry.flags & _REDUCES > 0
     most = max(votes, default=0)
-    return [most == 0 or 2 * count > most for count in votes]
+    return [most == 0 or 2 * count > most or 2 * (count + 1) > len(peer_ids) for count in votes]
 
 
 def without_duty(peer_ids: Sequence[str], vouched: Sequence[bytes], also: Sequence[str] = ()) -> set[str]:
