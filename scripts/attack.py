@@ -88,7 +88,7 @@ class Attacker:
     def start(cls, directory: Path, kind: str, addresses: list[str], size: float, identities: list[str]) -> Attacker:
         """Starts the process in a directory with its identity; `identities`: those of all attackers."""
         with (directory / "console.log").open("wb") as log:
-            command = [sys.executable, "-m", *command_line(directory, kind, addresses, size)]
+            command = [sys.executable, "-m", *command_line(directory, kind, addresses, size, len(identities))]
             environment = os.environ | {ACCOMPLICES: " ".join(identities)}
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
         return cls(directory, process)
@@ -109,8 +109,8 @@ def make_identity(directory: Path) -> str:
     return Identity.load_or_create(directory / "identity.key").peer_id
 
 
-def command_line(directory: Path, kind: str, addresses: list[str], size: float) -> list[str]:
-    """The module of an attacker, with its arguments."""
+def command_line(directory: Path, kind: str, addresses: list[str], size: float, hostile: int) -> list[str]:
+    """The module of an attacker, one of `hostile`, with its arguments."""
     if kind in NOISE:
         return ["tests.helpers.noise_peer", addresses[0], str(directory), "--kind", kind, "--size", str(size)]
     if kind in SLOW:
@@ -120,6 +120,8 @@ def command_line(directory: Path, kind: str, addresses: list[str], size: float) 
     if kind in INTRUDERS:
         return ["tests.helpers.intruder", *addresses, "--directory", str(directory), "--kind", kind]
     joining = ["--initial-peers", addresses[0], "--experts", EXPERTS[kind], "--output-dir", str(directory)]
+    # Several would begin without the others, while these wait for all.
+    joining += ["--wait-for-peers", str(len(addresses) + hostile)]
     return [*([f"tests.helpers.{LIARS[kind]}", kind] if kind in LIARS else ["spes_swarm.join"]), *LOOPBACK, *joining]
 
 

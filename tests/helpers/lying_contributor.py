@@ -36,7 +36,8 @@ from spes_swarm.protocol.consensus.layout import Block
 from spes_swarm.protocol.rounds.statement import Statement
 from spes_swarm.protocol.rounds.vouchers import MAX_EARNED_RATIO, vouchers
 
-KINDS = ("opposite", "tenfold", "experts", "idle", "copied", "verdicts", "accusing", "identities")
+_ABOUT_OTHERS = ("verdicts", "accusing")  # whose work is honest
+KINDS = ("opposite", "tenfold", "experts", "idle", "copied", *_ABOUT_OTHERS, "identities")
 ACCOMPLICES = "ACCOMPLICES"  # peer ids, separated by spaces; its own may be among them
 _CLAIMED = 1000  # times its tokens: ten times as many would be reported as absurd
 _LEAST_MBPS = 1e-3
@@ -62,7 +63,9 @@ class LyingRounds(SyncRounds):
     async def hold(
         self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None = None
     ) -> RoundReport:
-        """Like `SyncRounds.hold`, with lies in place of the contribution, which the audits see as well."""
+        """Like `SyncRounds.hold`, with lies in place of the contribution, which the audits see, too."""
+        if self.kind in _ABOUT_OTHERS:
+            return await super().hold(target_round, tokens, routed, leaving, self.kind == "verdicts" or loss_rose)
         reference, contribution_N = self.run_state.reference, self.run_state.contribution_N
         if self.kind == "idle":
             tokens, routed = _CLAIMED * tokens, tuple(_CLAIMED * count for count in routed)
@@ -72,7 +75,7 @@ class LyingRounds(SyncRounds):
             contribution_N[block.where] = before_N[block.where] + self._in_place_of(work_N, block)
         changed: tuple[int, ...] = ()
         try:
-            report = await super().hold(target_round, tokens, routed, leaving, self.kind == "verdicts" or loss_rose)
+            report = await super().hold(target_round, tokens, routed, leaving, loss_rose)
             changed = report.commit.changed_blocks
             self._moved_N = reference.values_N - before_N
             return report
