@@ -90,8 +90,7 @@ class SyncRounds:
         if not commit.keeps_work:
             self.announcer.has_contributed(tokens)
         if plan.taken_back is None:
-            counted = [member for i, member in enumerate(group.members) if i not in plan.hiding]
-            self.run_state.swarm_tokens.add(sum(member.statement.tokens for member in counted))
+            self.run_state.swarm_tokens.add(round(sum(claim.tokens for claim in plan.claims)))
         report = RoundReport(
             commit,
             grouped - started,

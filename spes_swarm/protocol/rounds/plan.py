@@ -134,6 +134,7 @@ class Part:
 class Claim:
     """How a member's statement compares with the others'."""
 
+    tokens: float  # that it is believed to have trained on
     tokens_ratio: float  # claimed tokens over the lower median
     absurd: bool  # more tokens than any member can have trained on
     excess: float  # its longest difference over its limit, if the tokens were true; at most 1: within bounds
@@ -257,9 +258,8 @@ def make_plan(
     claims = tuple(bounds.claim(i, made[i], blocks.get(SHARED_BLOCK)) for i in range(len(members)))
     shared_rms, expert_rms = median_rms(bounds.stated)
     lengths = shared_rms, expert_rms if experts else None
-    trusted = reducers.trusted
-    pace = _usual_pace([members[i] for i in trusted])
-    duties = trusted, reducers.without_duty, frozenset(bounds.hiding), pace, taken_back
+    pace = _usual_pace([members[i] for i in reducers.trusted])
+    duties = reducers.trusted, reducers.without_duty, frozenset(bounds.hiding), pace, taken_back
     return Plan(group.round, len(members), blocks, parts, claims, lengths, frozenset(deferred), *duties)
 
 
@@ -294,7 +294,7 @@ class _Bounds:
     def __init__(self, members: Sequence[Member], clip: float, growth: int, most_of_newcomers: float) -> None:
         statements = [member.statement for member in members]
         ids, vouched = [m.peer_id for m in members], [s.vouched for s in statements]
-        hidden, new = hiding(ids, vouched), newcomers(ids, vouched) if most_of_newcomers < 1 else ()
+        hidden, new = hiding(ids, vouched), newcomers(ids, vouched) if most_of_newcomers < 1 else set()
         self.hiding = {i for i, peer_id in enumerate(ids) if peer_id in hidden}
         self._new = {i for i, peer_id in enumerate(ids) if peer_id in new}
         self._most_of_newcomers = most_of_newcomers
@@ -347,7 +347,7 @@ class _Bounds:
         absurd = self._claimed[member] > _ABSURD_RATIO * self._median_tokens
         # A late member brings the work of several rounds: it is scaled down like any other, but not reported.
         late = shared is not None and member not in shared.in_base
-        return Claim(ratio, absurd, excess, None if late else clipped)
+        return Claim(self.tokens[member], ratio, absurd, excess, None if late else clipped)
 
 
 def _part_elements(block_size: int, num_reducers: int, maximum: int) -> int:
