@@ -139,7 +139,7 @@ class Announcer:
         if self._rounds_are_due():
             await self._publish_rounds()
         due = self.now() > self._lease_expires - 2 * self._config.lease_s / 3
-        if due and (self._leases.held or self._lease_is_out):  # an old lease would reserve what it holds no longer
+        if due and (self._leases.held or self._lease_is_out):  # or its old lease would go on reserving lost experts
             await self.publish_lease()
 
     async def publish_progress(self) -> None:
@@ -218,7 +218,7 @@ class Announcer:
     async def publish_lease(self) -> None:
         """Writes the lease on the experts held now."""
         async with self._storing:
-            self._lease_is_out = True
+            self._lease_is_out = bool(self._leases.held)
             self._lease_expires = self._next_expiration("leases", self._config.lease_s)
             await self._store(
                 "leases",

@@ -12,7 +12,7 @@ from spes_swarm.config.manifest import found_run
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence, RoundLosses
-from spes_swarm.protocol.members.records import DutyNote, Progress, RecentFaults, Record, Rounds
+from spes_swarm.protocol.members.records import DutyNote, Lease, Progress, RecentFaults, Record, Rounds
 from spes_swarm.protocol.members.routing_report import RoutingReport
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.rounds import identity
@@ -76,6 +76,29 @@ def test_a_peer_that_leaves_while_it_reports_its_rounds_reports_them_again() -> 
 
     told = [record for record in asyncio.run(leave_meanwhile()) if isinstance(record, Rounds)]
     assert [record.rounds for record in told] == [[7]]
+
+
+def test_who_has_lost_all_experts_releases_its_lease_once() -> None:
+    layout, me = tiny_layout(), identity(0)
+    settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
+    run_state = RunState.of(me, settings)
+    for vector in vectors:
+        vector.close()
+
+    async def announce_thrice() -> list[Record]:
+        announcer = Announcer(run_state, RecentFaults(time.time), time.time, lambda: True, unexpected)
+        dht: Any = SlowDht()
+        announcer.open(dht)
+        for held in ((0, 1), (), ()):
+            run_state.leases.held = held
+            announcer.renew_lease_soon()
+            announcer.announce_soon()
+            await announcer.announce()
+        stored: list[Record] = dht.stored
+        return stored
+
+    told = [record.experts for record in asyncio.run(announce_thrice()) if isinstance(record, Lease)]
+    assert told == [[0, 1], []]
 
 
 def test_what_peers_decide_on_is_apart_from_what_they_measure() -> None:

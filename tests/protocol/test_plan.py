@@ -287,6 +287,17 @@ def test_who_is_doubted_by_most_reduces_nothing() -> None:
     assert reduced(plan, SHARED_BLOCK).keys() == {0, 1, 2, 3}
 
 
+def test_before_the_first_commit_nobody_s_word_counts() -> None:
+    """Two members that vouch for each other alone would reduce everything, and could leave out all others' work."""
+    layout = small_layout(1, shared=20_000)
+    first = {"round": 1, "versions": [0, 0]}
+    said = {own: vouchers({}, set("ab") - {own}, doubted=set("cdef")) for own in "ab"}
+    plan = plan_of(layout, *(member(name, layout, vouched=said.get(name, b""), **first) for name in "abcdef"))
+    assert plan.trusted == {0, 1, 2, 3, 4, 5}
+    assert plan.without_duty == frozenset()
+    assert reduced(plan, SHARED_BLOCK).keys() == {0, 1, 2, 3, 4, 5}
+
+
 def test_the_usual_time_follows_from_the_paces_that_members_state() -> None:
     layout = small_layout(1, shared=20_000, expert=1)
     paces = [0.0, 3.0, 5.0, 1e9]

@@ -216,7 +216,7 @@ class SyncRounds:
         """Notes who has no duty, and says so when that changes."""
         standing, tracks = self.run_state.roster.standing, self.run_state.tracks
         before = standing.without_duty
-        ids, vouched = [m.peer_id for m in group.members], [m.statement.vouched for m in group.members]
+        ids, vouched = [m.peer_id for m in group.members], [m.vouched for m in group.members]
         absent = [view.peer_id for view in self.run_state.roster.present() if view.peer_id not in ids]
         now = without_duty(ids, vouched, absent)
         standing.without_duty = {peer_id: before.get(peer_id, plan.round) for peer_id in sorted(now)}

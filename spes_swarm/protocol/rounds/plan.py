@@ -293,7 +293,7 @@ class _Bounds:
 
     def __init__(self, members: Sequence[Member], clip: float, growth: int, most_of_newcomers: float) -> None:
         statements = [member.statement for member in members]
-        ids, vouched = [m.peer_id for m in members], [s.vouched for s in statements]
+        ids, vouched = [m.peer_id for m in members], [m.vouched for m in members]
         hidden, new = hiding(ids, vouched), newcomers(ids, vouched) if most_of_newcomers < 1 else set()
         self.hiding = {i for i, peer_id in enumerate(ids) if peer_id in hidden}
         self._new = {i for i, peer_id in enumerate(ids) if peer_id in new}
@@ -457,7 +457,7 @@ class _Reducers:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
-        ids, vouched = [m.peer_id for m in members], [m.statement.vouched for m in members]
+        ids, vouched = [m.peer_id for m in members], [m.vouched for m in members]
         idle = without_duty(ids, vouched)
         self.without_duty = frozenset(i for i, peer_id in enumerate(ids) if peer_id in idle)
         self.trusted = frozenset(i for i, may in enumerate(may_reduce(ids, vouched)) if may) - self.without_duty

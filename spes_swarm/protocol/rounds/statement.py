@@ -123,6 +123,11 @@ class Member:
     signer: Signer = _NOBODY  # of what it sends in the exchange
     credentials: Credentials = _NO_CREDENTIALS  # which show that it is the signer
 
+    @property
+    def vouched(self) -> bytes:
+        """What counts of `Statement.vouched`: before a run's first commit nobody has delivered anything."""
+        return self.statement.vouched if self.statement.round > 1 else b""
+
 
 @dataclass(frozen=True)
 class Group:

@@ -149,6 +149,6 @@ class TrackRecords:
             doubted=self.conduct.doubted(round_number) & self._last_commit.keys(),
             resting=self.conduct.resting(round_number) & recent,
             hiding=self.conduct.hiding(round_number) & self._last_commit.keys(),
-            established={peer_id for peer_id, count in self._worked.items() if count >= ESTABLISHED_COMMITS},
+            established={peer_id for peer_id in recent if self._worked[peer_id] >= ESTABLISHED_COMMITS},
             rates={peer_id: rate for peer_id, rate in self.conduct.rates().items() if peer_id in recent},
         )
