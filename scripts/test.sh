@@ -15,5 +15,5 @@ bash scripts/setup.sh
 .venv/bin/ruff format --check .
 .venv/bin/mypy
 .venv/bin/lint-imports
-# Tests of several peers mostly wait: four files at a time, those first (tests/conftest.py); -n 0 runs one at a time.
-exec .venv/bin/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"
+# Tests of several peers mostly wait: three files at a time, those first (tests/conftest.py); -n 0 runs one at a time.
+exec .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

@@ -311,18 +311,18 @@ def test_what_most_members_vouch_for_weighs_more() -> None:
     peers = swarm(LARGE, HOLDINGS)
     peers[0].tokens = 100_000
     train(peers)
-    alone, _ = states_of(peers)
+    alone, _ = states_of(peers, 17)
     assert alone.blocks[0].contributions[0].weight == 2 * 1000
-    fast = form(peers, 1).members[0].peer_id
+    fast = form(peers, 17).members[0].peer_id
     tracks = TrackRecords()
     for number in range(16):
         tracks.committed(number, [(fast, 100.0)], {fast})
     for who in peers[1:4]:
         who.vouched = tracks.to_vouchers(16)
-    vouched, _ = states_of(peers)
+    vouched, _ = states_of(peers, 17)
     assert vouched.blocks[0].contributions[0].weight == 4 * 1000
     peers[3].vouched = b""
-    half, _ = states_of(peers)
+    half, _ = states_of(peers, 17)
     assert half.blocks[0].contributions[0].weight == 2 * 1000
 
 
