@@ -8,10 +8,10 @@ the first round on: they contribute noise (see tests/helpers/noise_peer.py), lie
 (`flipped`, `two-faced`, `forged` and others; see tests/helpers/lying_reducer.py), about their own work or about the
 others (`opposite`, `experts`, `verdicts`, `accusing` and others; see tests/helpers/lying_contributor.py), keep the
 others waiting (`slow`, `slow-push`, `slow-pull`, `late-leader`; see tests/helpers/slow_peer.py), or claim all experts
-(`claimant`, otherwise honest). Of `shielded` ones, the first shows its work to no auditor, so that nobody can prove
-that the others flip the results that they reduce. `fifth` is honest, and shows the cost of another process on the same
-cores. Strangers that never take part (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of
-all honest peers; intruders, which only submit statements (`silent`, `absent`, `lying`, `owing`; see
+(`claimant`, otherwise honest). Of `shielded` ones, the first shows its work to no auditor, which protects the others:
+they flip the results that they reduce. `fifth` is honest, and shows the cost of another process on the same cores.
+Strangers that never take part (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of all
+honest peers; intruders, which only submit statements (`silent`, `absent`, `lying`, `owing`; see
 tests/helpers/intruder.py), before it. The attackers are killed after round --rounds, and the honest peers train for two
 more rounds. The baseline of each seed is a run without attackers. All peers are real processes on this machine. Prints
 a line for each run and the means over the seeds, and writes JSON.

@@ -139,7 +139,7 @@ class Announcer:
         if self._rounds_are_due():
             await self._publish_rounds()
         due = self.now() > self._lease_expires - 2 * self._config.lease_s / 3
-        if due and (self._leases.held or self._lease_is_out):  # or its old lease would go on reserving lost experts
+        if due and (self._leases.held or self._lease_is_out):  # an empty lease releases experts that were lost
             await self.publish_lease()
 
     async def publish_progress(self) -> None:

@@ -54,12 +54,17 @@ def presence(number: int) -> Presence:
     )
 
 
-def test_a_peer_that_leaves_while_it_reports_its_rounds_reports_them_again() -> None:
+def lone_run_state() -> RunState:
     layout, me = tiny_layout(), identity(0)
     settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
     run_state = RunState.of(me, settings)
     for vector in vectors:
         vector.close()
+    return run_state
+
+
+def test_a_peer_that_leaves_while_it_reports_its_rounds_reports_them_again() -> None:
+    run_state = lone_run_state()
 
     async def leave_meanwhile() -> list[Record]:
         announcer = Announcer(run_state, RecentFaults(time.time), time.time, lambda: True, unexpected)
@@ -79,11 +84,7 @@ def test_a_peer_that_leaves_while_it_reports_its_rounds_reports_them_again() -> 
 
 
 def test_who_has_lost_all_experts_releases_its_lease_once() -> None:
-    layout, me = tiny_layout(), identity(0)
-    settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
-    run_state = RunState.of(me, settings)
-    for vector in vectors:
-        vector.close()
+    run_state = lone_run_state()
 
     async def announce_thrice() -> list[Record]:
         announcer = Announcer(run_state, RecentFaults(time.time), time.time, lambda: True, unexpected)
@@ -102,11 +103,7 @@ def test_who_has_lost_all_experts_releases_its_lease_once() -> None:
 
 
 def test_what_peers_decide_on_is_apart_from_what_they_measure() -> None:
-    layout, me = tiny_layout(), identity(0)
-    settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
-    run_state = RunState.of(me, settings)
-    for vector in vectors:
-        vector.close()
+    run_state = lone_run_state()
 
     async def announce(routing: RoutingReport) -> Progress:
         announcer = Announcer(run_state, RecentFaults(time.time), time.time, lambda: True, unexpected)
@@ -135,11 +132,7 @@ def test_what_peers_decide_on_is_apart_from_what_they_measure() -> None:
 
 
 def test_a_record_says_who_is_excluded_and_who_is_without_duty_and_why() -> None:
-    layout, me = tiny_layout(), identity(0)
-    settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
-    run_state = RunState.of(me, settings)
-    for vector in vectors:
-        vector.close()
+    run_state = lone_run_state()
     conduct = run_state.tracks.conduct
     for n in range(10):
         conduct.exclusions.note_lie(f"liar {n}", n)

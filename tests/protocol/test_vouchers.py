@@ -350,7 +350,7 @@ def test_a_peer_is_established_after_sixteen_commits_with_its_work() -> None:
     for number in range(19, 19 + 300):
         tracks.committed(number, [("b", 1.0)], [], delivered={"b"})
     tracks.committed(400, [("a", 1.0)], [], delivered={"a"})
-    assert tracks._worked["a"] == 1  # forgotten, so it begins anew
+    assert tracks._worked["a"] == 1  # the earlier ones are forgotten
 
 
 def known_to_each_other(known: Sequence[str], ids: Sequence[str]) -> list[bytes]:

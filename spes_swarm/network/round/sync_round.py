@@ -190,7 +190,7 @@ class SyncRounds:
         if taken_back is None:
             delivered = {ids[i] for result in books.results.values() for i in result.included}
             idle = {m.peer_id for m in group.members if m.statement.tokens} - delivered
-            idle -= {ids[i] for i in books.plan.hiding}  # they have delivered nothing, since nobody asked them to
+            idle -= {ids[i] for i in books.plan.hiding}  # nothing was asked of them
             standing = run.roster.standing
             owing = {peer for peer in books.failed_reducers() | idle if not standing.is_member(peer)}
             standing.exchanged(delivered, owing - {run.identity.peer_id})

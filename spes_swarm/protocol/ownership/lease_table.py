@@ -105,7 +105,7 @@ class Leases:
 def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> dict[str, tuple[int, ...]]:
     """What each member that stays holds after a commit: a pure function of the group, the same on every member."""
     statements = {member.peer_id: member.statement for member in group.members}
-    # Their experts go to others. Who has named experts then has none of them, and later gets others.
+    # Their experts go to others. A peer whose user had named experts holds none then, and later adopts any.
     hiding = {group.members[i].peer_id for i in plan.hiding}
     returns = plan.taken_back is not None  # nobody's work is in it, so who is leaving needs another round
     # Most members see the same leases: each distinct bitmap is unpacked once.

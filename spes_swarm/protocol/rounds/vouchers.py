@@ -18,7 +18,7 @@ delivered in the commits that it shared with them (see track_record.py), and say
   other members name others, and not it, as established.
 - The upload rate that was measured decides how much a peer reduces; what it declares itself only lowers that.
 
-Trusted are those that may reduce by the first rule: what strangers say changes nothing.
+Trusted are those that may reduce by the first rule.
 """
 
 from __future__ import annotations
