@@ -245,6 +245,7 @@ class Joining:
             admission=self._admission.shown,
             acts=context.directory.acts,
             proofs=context.directory.proofs,
+            track_records=context.directory.track_records,
         )
         review_reach = not (peer.client_mode or peer.assume_reachable)
         self._ask(Commands.open_run, COMMAND_TIMEOUT_S, settings=settings, review_reach=review_reach)

@@ -128,6 +128,7 @@ class RunSettings:
     admission: bytes = b""  # of this peer; see protocol/admission/grants.py
     acts: Path | None = None  # the file of acts; see storage/acts_file.py
     proofs: Path | None = None  # the folder of proofs; see storage/proofs.py
+    track_records: Path | None = None  # what is remembered of other peers; see storage/track_record_file.py
     tokenizer: Path | None = None  # packed files that other peers can ask for (data/run_tokenizer.py)
 
 

@@ -142,6 +142,11 @@ class RunDirectory:
         return self.path / _PROOFS
 
     @property
+    def track_records(self) -> Path:
+        """What this peer remembers of the others; see track_record_file.py."""
+        return self.path / "track_records.json"
+
+    @property
     def acts(self) -> Path:
         """The acts of the run; see acts_file.py."""
         return self.path / _ACTS

@@ -156,7 +156,7 @@ def test_peers_that_only_ever_failed_are_not_remembered_for_long() -> None:
     tracks = TrackRecords()
     for number in range(3 * RECENT_ROUNDS):
         tracks.reducers_failed(number, {f"stranger{number}"})
-    assert len(tracks._failed) <= RECENT_ROUNDS + 1
+    assert len(tracks.memory.tracks) <= RECENT_ROUNDS + 1
 
 
 def test_shared_layers_that_stand_still_raise_an_alarm_every_three_rounds() -> None:
@@ -350,7 +350,7 @@ def test_a_peer_is_established_after_sixteen_commits_with_its_work() -> None:
     for number in range(19, 19 + 300):
         tracks.committed(number, [("b", 1.0)], [], delivered={"b"})
     tracks.committed(400, [("a", 1.0)], [], delivered={"a"})
-    assert tracks._worked["a"] == 1  # the earlier ones are forgotten
+    assert tracks.memory.tracks["a"].worked == 1  # the earlier ones are forgotten
 
 
 def known_to_each_other(known: Sequence[str], ids: Sequence[str]) -> list[bytes]:

@@ -70,7 +70,9 @@ def test_the_work_of_a_member_that_shows_it_to_nobody_does_not_count(tmp_path: P
         accomplice = running.join(*TOGETHER, "--seed", 9, name="accomplice")
         peer_id = accomplice.wait_for("join")["peer_id"]
         for peer in honest:
-            peer.wait_for("fault", lambda event: event["kind"] == "duty" and "its work does not count" in event["detail"])
+            peer.wait_for(
+                "fault", lambda event: event["kind"] == "duty" and "its work does not count" in event["detail"]
+            )
             assert {event["peer"] for event in peer.events("fault") if event["kind"] == "duty"} == {peer_id}
         lease = accomplice.wait_for("lease", lambda event: len(event["lost"]) == 4)  # before it, members exchange some
         assert lease["gained"] == []

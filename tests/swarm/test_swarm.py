@@ -12,6 +12,7 @@ import pytest
 from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.protocol.rounds.plan import PARTS_PER_MEMBER
 from spes_swarm.storage.checkpoint import load_newest
+from spes_swarm.storage.track_record_file import TrackRecordFile
 from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import PATIENT, SWARM_RUN, equal_digests, swarm
 from tests.helpers.tiny_model import tiny_layout
@@ -219,6 +220,13 @@ def test_the_whole_swarm_can_die_and_go_on_from_disk(tmp_path: Path) -> None:
             assert peer.events("join")[0]["experts"] == experts[peer.output_dir.name]
         common = set.intersection(*(set(peer.rounds()) for peer in revived))
         equal_digests(revived, max(common))
+        # What they know of each other is older than these processes.
+        assert others[1].terminate() == 0
+        together = sum(event["peers"] == 3 for event in others[1].rounds().values())
+        known = TrackRecordFile(others[1].output_dir / "track_records.json").read(others[1].events("join")[0]["run_id"])
+        assert known is not None
+        ids = {peer.events("join")[0]["peer_id"] for peer in (first, others[0])}
+        assert all(known.tracks[peer_id].commits > together for peer_id in ids)
 
 
 def test_a_leaving_peer_says_goodbye_and_its_checkpoint_is_whole(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ _OF_TOKENIZER = re.compile(
     re.IGNORECASE,
 )
 _OUTPUT = re.compile(
-    r"(manifest|data|peers|invitations)\.json|metrics\.jsonl|(log(\.\d)?|acts)\.txt|trace\.json\.gz|identity\.key"
+    r"(manifest|data|peers|invitations|track_records)\.json|metrics\.jsonl|(log(\.\d)?|acts)\.txt|trace\.json\.gz|identity\.key"
     r"|port|initial_weights|invitation|tokenizer\.msgpack|reference\.partial|checkpoints|publication|proofs|tensorboard"
 )
 _OF_TOKEN_FILES = re.compile(r".*\.npy\.json|corpus\.json|file_list\.txt")  # read with them, not counted

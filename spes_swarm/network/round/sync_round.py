@@ -20,6 +20,7 @@ from spes_swarm.metrics import events
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.round.audits import Audits
 from spes_swarm.network.round.exchange import Exchange
+from spes_swarm.network.round.lasting_records import LastingRecords
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.network.run_state import RunState
 from spes_swarm.network.transfer.moments import Moments
@@ -52,12 +53,13 @@ class SyncRounds:
     listener: Listener
 
     def __post_init__(self) -> None:
-        run = self.run_state.run
+        state, run = self.run_state, self.run_state.run
         self._clock = RoundClock.of(run)
         self._codec = get_codec(run.round.codec)
         self._last_round = ScheduleEnd(run).last_round  # which no other round could follow to complete the work
         self._result_codec = get_codec(run.round.codec_of_results)
         self._hidden: set[str] = set()  # members whose work did not count in the last commit
+        self.lasting_records = LastingRecords(state.run_id, state.tracks, state.settings.track_records)
         self._bounds = Bounds.of(run.round.clip, run.round.max_update_rms)
         self._make_plan = partial(
             make_plan,
@@ -99,6 +101,7 @@ class SyncRounds:
             experts,
             self.run_state.swarm_tokens.count,
         )
+        self.lasting_records.save_soon()
         self.announcer.round_seconds = report.group_seconds + report.exchange_seconds
         _LOGGER.info(
             "committed with %d members, %d of %d parts missing; group %.2f s, exchange %.2f s, digest %s",
@@ -116,6 +119,7 @@ class SyncRounds:
     ) -> Statement:
         """Makes this peer's statement, which goes into the plan of all members."""
         run = self.run_state
+        await self.lasting_records.recall(target_round)
         held = run.leases.held
         rms = await asyncio.to_thread(difference_rms, run.reference, run.contribution_N, held)
         return make_statement(

@@ -1,16 +1,17 @@
 """This peer's record of the others in the commits that it shared with them.
 
-The record is kept in memory only: a peer that restarts begins with an empty one.
+It outlives the process (storage/memory_file.py). Otherwise, after most members have restarted at once, a few hostile
+ones that vouch for each other would be the only ones that anybody trusts.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging.clipping import MAX_WEIGHT_RATIO
-from spes_swarm.protocol.rounds.conduct import Conduct
+from spes_swarm.protocol.rounds.conduct import Conduct, ConductRecord
 from spes_swarm.protocol.rounds.vouchers import ESTABLISHED_COMMITS, MAX_EARNED_RATIO, vouchers
 
 # Consecutive commits in which a larger ratio must have been claimed and borne out before the earned ratio doubles.
@@ -28,21 +29,71 @@ _FORGET_ROUNDS = 256  # a peer that took part in none of so many rounds is forgo
 _FADING = 0.8
 
 
+@dataclass(slots=True)
+class TrackRecord:
+    """What is remembered of one peer."""
+
+    commits: int = 0  # shared with it
+    last_commit: int | None = None  # of these
+    delivered: int | None = None  # the last round with its work in it
+    worked: int = 0  # commits with its work in them
+    failed: int | None = None  # the last round in which parts that it reduces were missing
+    claimed: list[float] = field(default_factory=list)  # ratios above the cap, in the last consecutive commits
+    borne_out: int = 0  # number of these commits
+    agreement: float = 1.0  # share of its deviations left, newer rounds weighing more
+
+    def earlier(self, rounds: int) -> TrackRecord:
+        """The same, so many rounds earlier."""
+        last, delivered, failed = (
+            None if number is None else number - rounds for number in (self.last_commit, self.delivered, self.failed)
+        )
+        return replace(self, last_commit=last, delivered=delivered, failed=failed)
+
+    def is_forgotten(self, round_number: int) -> bool:
+        """Returns True if it was in none of the last rounds, or only failed in a few."""
+        if self.last_commit is not None:
+            return round_number - self.last_commit > _FORGET_ROUNDS
+        return self.failed is None or round_number - self.failed > RECENT_ROUNDS
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a peer remembers of the others after its last commit, by peer."""
+
+    round: int  # of the commit
+    tracks: dict[str, TrackRecord]
+    conduct: dict[str, ConductRecord]
+
+
 class TrackRecords:
     """Counts the others' commits and remembers what they claimed."""
 
     def __init__(self) -> None:
         self.conduct = Conduct()
         self.usual_rms = (0.0, 0.0)  # usual RMS of differences of the shared block and of experts
-        self._commits: dict[str, int] = {}  # shared with each peer
-        self._last_commit: dict[str, int] = {}
-        self._delivered: dict[str, int] = {}  # the last round with a peer's work in it
-        self._worked: Counter[str] = Counter()  # commits with a peer's work in them
-        self._failed: dict[str, int] = {}  # the last round in which parts that a peer reduces were missing
         self.stalled_rounds = 0  # consecutive commits in which parts of the shared block were missing
-        self._claimed: dict[str, list[float]] = {}  # ratios above the cap, in consecutive commits
-        self._borne_out: dict[str, int] = {}  # number of these commits
-        self._agreement: dict[str, float] = {}  # share of its deviations left, newer rounds weighing more
+        self._round = 0  # of the last commit
+        self._peers: dict[str, TrackRecord] = {}
+
+    @property
+    def memory(self) -> Memory:
+        """What this peer remembers."""
+        return Memory(self._round, self._peers, dict(self.conduct.known))
+
+    def recall(self, memory: Memory, round_number: int) -> None:
+        """Remembers what was known at the end of the last session, before this one's first round.
+
+        If it resumes before the last commit, what happened is as long ago as it was then.
+        """
+        ahead = max(memory.round + 1 - round_number, 0)
+        self._peers = {peer: record.earlier(ahead) for peer, record in memory.tracks.items()} | self._peers
+        self.conduct.recall({peer: record.earlier(ahead) for peer, record in memory.conduct.items()})
+
+    def _of(self, peer_id: str) -> TrackRecord:
+        return self._peers.setdefault(peer_id, TrackRecord())
+
+    def _known(self, peer_id: str) -> TrackRecord:
+        return self._peers.get(peer_id) or TrackRecord()
 
     def committed(
         self,
@@ -68,41 +119,38 @@ class TrackRecords:
             stalled: parts of the shared block were missing.
         """
         self.stalled_rounds = self.stalled_rounds + 1 if stalled else 0
-        self._delivered.update(dict.fromkeys(delivered, round_number))
-        self._worked.update(delivered)
-        self.reducers_failed(round_number, failed)
+        self._round = round_number
+        for record in map(self._of, delivered):
+            record.delivered = round_number
+            record.worked += 1
         shared, expert = (
             usual if now is None else max(_FADING * usual, now)
             for usual, now in zip(self.usual_rms, median_rms, strict=True)
         )
         self.usual_rms = shared, expert
         for peer_id, ratio in ratios:
-            self._last_commit[peer_id] = round_number
-            self._commits[peer_id] = self._commits.get(peer_id, 0) + 1
+            record = self._of(peer_id)
+            record.last_commit = round_number
+            record.commits += 1
             if peer_id in in_order and ratio > MAX_WEIGHT_RATIO:
-                self._borne_out[peer_id] = self._borne_out.get(peer_id, 0) + 1
-                self._claimed[peer_id] = [*self._claimed.get(peer_id, []), ratio][-SPAN:]
+                record.borne_out += 1
+                record.claimed = [*record.claimed, ratio][-SPAN:]
             else:
-                self._borne_out.pop(peer_id, None)
-                self._claimed.pop(peer_id, None)
-        for peer_id in [peer for peer, last in self._last_commit.items() if round_number - last > _FORGET_ROUNDS]:
-            del self._commits[peer_id], self._last_commit[peer_id]
-            self._borne_out.pop(peer_id, None)
-            self._claimed.pop(peer_id, None)
-            self._agreement.pop(peer_id, None)
-            self._delivered.pop(peer_id, None)
-            self._worked.pop(peer_id, None)
+                record.borne_out, record.claimed = 0, []
+        self.reducers_failed(round_number, failed)
 
     def reducers_failed(self, round_number: int, peers: Iterable[str]) -> None:
         """Records which members did not deliver parts that they reduce, maybe in a round that was not committed."""
-        recent = {peer: last for peer, last in self._failed.items() if round_number - last <= RECENT_ROUNDS}
-        self._failed = recent | dict.fromkeys(peers, round_number)
+        for peer_id in [peer for peer, record in self._peers.items() if record.is_forgotten(round_number)]:
+            del self._peers[peer_id]
+        for record in map(self._of, peers):
+            record.failed = round_number
 
     def may_reduce(self, peer_id: str, round_number: int) -> bool:
         """Returns True if a peer has delivered in recent rounds; see RECENT_ROUNDS."""
-        delivered, failed = self._delivered.get(peer_id), self._failed.get(peer_id)
-        oldest = round_number - RECENT_ROUNDS
-        return delivered is not None and delivered >= oldest and (failed is None or failed < oldest)
+        record, oldest = self._known(peer_id), round_number - RECENT_ROUNDS
+        has_delivered = record.delivered is not None and record.delivered >= oldest
+        return has_delivered and (record.failed is None or record.failed < oldest)
 
     def standstill(self) -> ProtocolError | None:
         """Returns an alarm after every STANDSTILL_ROUNDS commits in a row without parts of the shared block."""
@@ -116,39 +164,42 @@ class TrackRecords:
 
         One round with few parts says little: honest steps on little text occasionally deviate far.
         """
-        return (self._agreement.get(peer_id, 1.0) + left) / 2
+        return (self._known(peer_id).agreement + left) / 2
 
     def note_agreement(self, peer_id: str, left: float) -> None:
         """Records the share of a commit."""
-        self._agreement[peer_id] = self.agreement(peer_id, left)
+        self._of(peer_id).agreement = self.agreement(peer_id, left)
 
     def is_new(self, peer_id: str) -> bool:
         """Returns True if this peer has shared fewer than NUM_FIRST_COMMITS commits with a peer."""
-        return self._commits.get(peer_id, 0) < NUM_FIRST_COMMITS
+        return self._known(peer_id).commits < NUM_FIRST_COMMITS
 
     def rounds_since(self, peer_id: str, round_number: int) -> int | None:
         """Number of rounds from the last commit with a peer to this round; None if there was none."""
-        last = self._last_commit.get(peer_id)
+        last = self._known(peer_id).last_commit
         return round_number - last if last is not None else None
 
     def earned(self, peer_id: str) -> float:
         """The ratio that a peer has earned: doubled for every SPAN commits, at most its smallest recent claim."""
-        doublings = min(self._borne_out.get(peer_id, 0) // SPAN, _MAX_DOUBLINGS)
+        record = self._known(peer_id)
+        doublings = min(record.borne_out // SPAN, _MAX_DOUBLINGS)
         if doublings == 0:
             return MAX_WEIGHT_RATIO
-        return min(MAX_WEIGHT_RATIO * 2.0**doublings, MAX_EARNED_RATIO, *self._claimed[peer_id])
+        return min(MAX_WEIGHT_RATIO * 2.0**doublings, MAX_EARNED_RATIO, *record.claimed)
 
     def to_vouchers(self, round_number: int) -> bytes:
         """The vouchers for this peer's statement of a round."""
-        reducers = {peer_id for peer_id in self._delivered if self.may_reduce(peer_id, round_number)}
-        recent = {peer for peer, last in self._last_commit.items() if last >= round_number - RECENT_ROUNDS}
+        last_commits = {
+            peer: record.last_commit for peer, record in self._peers.items() if record.last_commit is not None
+        }
+        recent = {peer for peer, last in last_commits.items() if last >= round_number - RECENT_ROUNDS}
         return vouchers(
-            {peer_id: self.earned(peer_id) for peer_id in self._borne_out},
-            reducers,
+            {peer_id: self.earned(peer_id) for peer_id, record in self._peers.items() if record.borne_out},
+            {peer_id for peer_id in self._peers if self.may_reduce(peer_id, round_number)},
             round_number,
-            doubted=self.conduct.doubted(round_number) & self._last_commit.keys(),
+            doubted=self.conduct.doubted(round_number) & last_commits.keys(),
             resting=self.conduct.resting(round_number) & recent,
-            hiding=self.conduct.hiding(round_number) & self._last_commit.keys(),
-            established={peer_id for peer_id in recent if self._worked[peer_id] >= ESTABLISHED_COMMITS},
+            hiding=self.conduct.hiding(round_number) & last_commits.keys(),
+            established={peer_id for peer_id in recent if self._peers[peer_id].worked >= ESTABLISHED_COMMITS},
             rates={peer_id: rate for peer_id, rate in self.conduct.rates().items() if peer_id in recent},
         )
