@@ -83,6 +83,8 @@ class LocalPeer:
         self._metrics_start = self._metrics_path.stat().st_size if self._metrics_path.exists() else 0
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         self._metrics_read = self._metrics_start
+        self._events: list[Event] = []
+        self._events_end = self._metrics_start  # position up to which these were read
         self.process = launch(["--output-dir", str(output_dir), *self.arguments], self.log)
 
     @property
@@ -101,8 +103,10 @@ class LocalPeer:
 
     def events(self, kind: str | None = None) -> list[Event]:
         """Events that this process has written to its metrics so far, all or of one kind."""
-        events = [json.loads(line) for line in self._written_since(self._metrics_start).splitlines() if line]
-        return events if kind is None else [event for event in events if event["event"] == kind]
+        written = self._written_since(self._events_end)
+        self._events_end += len(written)
+        self._events += [json.loads(line) for line in written.splitlines() if line]
+        return [event for event in self._events if kind in (None, event["event"])]
 
     def new_events(self) -> list[Event]:
         """Events that this process has written since the last call; cheap enough to follow it for hours."""

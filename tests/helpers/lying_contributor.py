@@ -25,7 +25,7 @@ from unittest import mock
 
 import numpy as np
 
-from scripts.testing.forked_peer import ForkServer
+from scripts.testing.forked_peer import ForkServer, Main
 from spes_swarm import join
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.network import run_services
@@ -35,6 +35,7 @@ from spes_swarm.protocol.admission.exclusion import Exclusions
 from spes_swarm.protocol.consensus.layout import Block
 from spes_swarm.protocol.rounds.statement import Statement
 from spes_swarm.protocol.rounds.vouchers import MAX_EARNED_RATIO, vouchers
+from tests.helpers.slow_join import PAUSE_S, sleeping_main
 
 _ABOUT_OTHERS = ("verdicts", "accusing")  # whose work is honest
 KINDS = ("opposite", "tenfold", "experts", "idle", "copied", *_ABOUT_OTHERS, "identities")
@@ -44,8 +45,8 @@ _LEAST_MBPS = 1e-3
 
 
 def launch_lying(kind: str) -> ForkServer:
-    """Starts `join` that lies from its first round on."""
-    return ForkServer(main=partial(_lying_main, kind))
+    """Starts `join`, with a pause before each step, that lies from its first round on."""
+    return ForkServer(main=partial(_lying_main, kind, main=partial(sleeping_main, PAUSE_S)))
 
 
 @dataclass(eq=False)
@@ -116,12 +117,12 @@ class LyingRounds(SyncRounds):
         return statement.model_copy(update={"vouched": said, "proven": invented.marks()})
 
 
-def _lying_main(kind: str, arguments: list[str]) -> int:
+def _lying_main(kind: str, arguments: list[str], main: Main = join.main) -> int:
     if kind not in KINDS:
         raise SystemExit(f"unknown kind {kind!r}; there are {', '.join(KINDS)}")
     lying = partial(LyingRounds, kind=kind, accomplices=frozenset(os.environ.get(ACCOMPLICES, "").split()))
     with mock.patch.object(run_services, "SyncRounds", lying):
-        return join.main(arguments)
+        return main(arguments)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from spes_swarm.protocol.averaging.signed_result import encode
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Form, Part
 from spes_swarm.protocol.rounds.round_state import RoundState
+from tests.helpers.slow_join import PAUSE_S, sleeping_main
 
 _LOUD_RMS = 0.9
 
@@ -52,9 +53,9 @@ KINDS = (*LIES, "some", "two-faced", "forged", "dropping", "hiding", "accomplice
 _FORGED = Commitment(bytes(32), bytes(64))
 
 
-def launch_lying(kind: str, first_round: int = 0, main: Main = join.main) -> ForkServer:
-    """Starts `join`, or another `main`, that lies from a round on."""
-    return ForkServer(main=partial(_lying_main, kind, first_round, main=main))
+def launch_lying(kind: str, first_round: int = 0, pause_s: float = PAUSE_S) -> ForkServer:
+    """Starts `join`, with a pause before each step, that lies from a round on."""
+    return ForkServer(main=partial(_lying_main, kind, first_round, main=partial(sleeping_main, pause_s)))
 
 
 def _lying_main(kind: str, first_round: int, arguments: list[str], main: Main = join.main) -> int:

@@ -11,14 +11,13 @@ from scripts.testing.forked_peer import ForkServer
 from spes_swarm.join import main
 from spes_swarm.training import trainer
 
+# Without a pause before each step, peers would keep all processors busy while a test waits for something else.
+PAUSE_S = 0.1
 _POLL_S = 0.01
 
 
-def launch_slow(seconds: float, environment: Mapping[str, str] | None = None) -> ForkServer:
-    """Starts `join` with so many seconds of sleep before every training step: it leaves the processor to others.
-
-    For tests that wait for something else than rounds, which peers would hold as fast as the machine can meanwhile.
-    """
+def launch_slow(seconds: float = PAUSE_S, environment: Mapping[str, str] | None = None) -> ForkServer:
+    """Starts `join` with so many seconds of sleep before every training step."""
     return ForkServer(main=partial(sleeping_main, seconds), environment=environment)
 
 

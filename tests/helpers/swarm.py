@@ -9,10 +9,10 @@ from typing import Any, Self
 
 import yaml
 
-from scripts.testing.forked_peer import ForkServer
 from scripts.testing.local_peer import LocalPeer, PeerProcess
 from scripts.testing.tiny_run import tiny_run
 from tests.helpers.events import check_events
+from tests.helpers.slow_join import launch_slow
 
 Launch = Callable[[Sequence[str], Path], PeerProcess]
 
@@ -72,7 +72,7 @@ class Swarm:
     def __init__(self, directory: Path, changes: dict[str, Any] | None = None) -> None:
         self.directory = directory
         self.peers: list[LocalPeer] = []
-        self.launch: Launch = ForkServer()
+        self.launch: Launch = launch_slow()
         self.has_known_events = True
         self.config = directory / "run.yaml"
         self.config.write_text(yaml.safe_dump({"run": merged(SWARM_RUN, changes or {})}), encoding="utf-8")

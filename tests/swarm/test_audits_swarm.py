@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from scripts.testing.forked_peer import ForkServer
 from scripts.testing.local_peer import Event, LocalPeer
 from tests.helpers.lying_reducer import launch_lying
-from tests.helpers.slow_join import sleeping_main
+from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import PATIENT, REASONABLE_S, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
@@ -62,11 +60,10 @@ def test_a_lie_is_proven_by_all_honest_members_and_ends_participation(kind: str,
 
 def test_the_work_of_a_member_that_shows_it_to_nobody_does_not_count(tmp_path: Path) -> None:
     """Rounds are longer than an auditor's second attempt; the member loses its experts, and stays in the groups."""
-    slow = partial(sleeping_main, STEP_S)
     with swarm(tmp_path, round={**PATIENT, "stall_timeout_s": 4.0}) as running:
-        running.launch = ForkServer(main=slow)
+        running.launch = launch_slow(STEP_S)
         honest = [running.found(*TOGETHER), running.join(*TOGETHER), running.join(*TOGETHER)]
-        running.launch = launch_lying("accomplice", main=slow)
+        running.launch = launch_lying("accomplice", pause_s=STEP_S)
         accomplice = running.join(*TOGETHER, "--seed", 9, name="accomplice")
         peer_id = accomplice.wait_for("join")["peer_id"]
         for peer in honest:
@@ -93,7 +90,7 @@ def test_an_excluded_peer_stays_out_until_the_founder_pardons_it(tmp_path: Path)
         for peer in honest:
             proven(peer, culprit)
         assert liar.wait() == 2
-        running.launch = ForkServer()
+        running.launch = launch_slow()
         newcomer = running.join("--experts", 4, "--seed", 10, name="newcomer")
         assert proven(newcomer, culprit)["detail"].startswith("it lied in round ")
         first = newcomer.wait_for("round")

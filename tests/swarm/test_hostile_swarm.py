@@ -34,6 +34,7 @@ from spes_swarm.protocol.rounds.statement import Statement
 from tests.helpers import hostile_peer
 from tests.helpers.hostile_peer import MODES, joined
 from tests.helpers.rounds import identity, sign_statement
+from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
@@ -329,14 +330,15 @@ def hostile_member(maddr: str, directory: Path) -> Iterator[Callable[[], dict[st
 
 @pytest.mark.parametrize(("optimiser", "codec"), [("adamw", "fp16"), ("adamw", "int8"), ("muon", "int4")])
 def test_rounds_commit_without_a_hostile_member(tmp_path: Path, optimiser: str, codec: str) -> None:
-    # Rounds of a second at least: the hostile member has no trainer, so it comes too late for shorter ones.
     settings = {
         "training": {"optimiser": optimiser},
-        "round": {**ROUND, "inner_steps": 40, "codec": codec},
+        "round": {**ROUND, "codec": codec},
         # Its lease reserves nothing, as its work is in no commit: the others would take its experts over in turn.
         "ownership": {"rotate_every_rounds": 1000},
     }
     with swarm(tmp_path, **settings) as running:
+        # Rounds of a second at least: the hostile member has no trainer, so it comes too late for shorter ones.
+        running.launch = launch_slow(0.25)
         peers = running.start_all(3, "--experts", 2)
         for peer in peers:
             peer.wait_for_round(1)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from scripts.testing.forked_peer import ForkServer
 from scripts.testing.local_peer import PATIENCE_S
 from tests.helpers.other_version import command, launch_version
+from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import PATIENT, Launch, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
@@ -64,7 +64,7 @@ def test_a_peer_that_adds_a_metric_and_one_that_lacks_it_train_together(tmp_path
 def test_a_peer_of_another_major_version_is_refused_at_once(
     tmp_path: Path, first: str, second: str, words: str
 ) -> None:
-    launches: dict[str, Launch] = {"6.0": ForkServer(), "7.0": launch_version("7.0")}
+    launches: dict[str, Launch] = {"6.0": launch_slow(), "7.0": launch_version("7.0")}
     monitors = {"6.0": MONITOR, "7.0": command("7.0", "monitor.__main__")}
     with swarm(tmp_path) as running:
         running.has_known_events = False
