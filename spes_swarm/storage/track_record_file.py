@@ -18,7 +18,7 @@ _MAX_BYTES = 64 << 20  # several times what 4,096 peers take
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    __pydantic_config__ = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex")
+    __pydantic_config__ = ConfigDict(ser_json_bytes="hex", val_json_bytes="hex", ser_json_inf_nan="constants")
     run_id: str
     memory: Memory
 
@@ -55,7 +55,7 @@ class TrackRecordFile:
     def write(self, content: bytes) -> None:
         """Replaces it."""
         try:
-            replace_file(self.path, content)
+            replace_file(self.path, content, mode=0o600)
         except OSError as exc:
             _LOGGER.warning(
                 "%s cannot be written, so a restart forgets how reliable other peers are: %s", self.path, exc

@@ -45,18 +45,28 @@ def statements(records: dict[str, TrackRecords], number: int) -> list[bytes]:
     ]
 
 
+@pytest.mark.parametrize("others_held", [0, 4, 100])
 @pytest.mark.parametrize("remember", [True, False])
-def test_after_all_have_restarted_those_that_vouch_for_each_other_do_not_reduce_alone(remember: bool) -> None:
-    """Reducers that leave out all others' work would stay the only ones."""
-    records = {
-        peer: restarted(tracks, ROUNDS + 1) if remember else TrackRecords() for peer, tracks in history().items()
-    }
-    for number in range(ROUNDS + 1, 2 * ROUNDS):
+def test_after_all_have_restarted_those_that_vouch_for_each_other_do_not_reduce_alone(
+    remember: bool, others_held: int
+) -> None:
+    """Reducers that leave out all others' work would stay the only ones; they may have held rounds meanwhile."""
+    first = ROUNDS + 1 + others_held
+    records = {peer: restarted(tracks, first) if remember else TrackRecords() for peer, tracks in history().items()}
+    for number in range(first, first + ROUNDS):
         may = may_reduce(IDS, statements(records, number))
         trusted = {peer for peer, allowed in zip(IDS, may, strict=True) if allowed}
         assert trusted == {*(IDS if remember else HOSTILE)}
         for peer, tracks in records.items():
             commit(tracks, peer, number, IDS if trusted & {*HONEST} else HOSTILE)
+
+
+def test_an_exchange_in_which_all_were_cut_off_before_they_stopped_costs_nobody_its_trust() -> None:
+    records = history()
+    for own, tracks in records.items():
+        tracks.reducers_failed(ROUNDS + 1, {*IDS} - {own})
+    records = {peer: restarted(tracks, ROUNDS + 1) for peer, tracks in records.items()}
+    assert all(may_reduce(IDS, statements(records, ROUNDS + 1)))
 
 
 def test_whom_most_doubted_has_no_duty_after_all_have_restarted() -> None:
@@ -70,50 +80,65 @@ def test_whom_most_doubted_has_no_duty_after_all_have_restarted() -> None:
     assert without_duty(IDS, statements(records, ROUNDS + 1)) == {"hostile0"}
 
 
-def test_a_peer_that_goes_on_from_an_older_checkpoint_remembers_for_as_long_as_otherwise() -> None:
-    resumed = 5
+def test_who_is_established_and_what_is_usual_are_remembered() -> None:
     tracks = history()["honest0"]
-    tracks.reducers_failed(ROUNDS, {"honest1"})
-    tracks.conduct.note_stall("honest2", ROUNDS - 1)
-    tracks.conduct.note_stall("honest2", ROUNDS)
+    tracks.committed(ROUNDS + 1, [(peer, 1.0) for peer in IDS[1:]], (), (0.5, 0.25), delivered=IDS[1:])
+    again = restarted(tracks, ROUNDS + 2)
+    assert again.to_vouchers(ROUNDS + 2) == tracks.to_vouchers(ROUNDS + 2)
+    assert again.usual_rms == tracks.usual_rms == (0.5, 0.25)
+    assert not again.is_new("honest1")
+
+
+@pytest.mark.parametrize("resumed", [5, ROUNDS + 1])
+def test_a_peer_that_goes_on_from_an_older_checkpoint_remembers_for_as_long_as_otherwise(resumed: int) -> None:
+    tracks = history()["honest0"]
+    for number in (ROUNDS - 1, ROUNDS):
+        tracks.conduct.note_stall("honest2", number)
     tracks = restarted(tracks, resumed)
-    assert [tracks.may_reduce(peer, resumed) for peer in IDS] == [False, False, *[True] * (len(IDS) - 2)]
-    assert tracks.rounds_since("honest1", resumed) == 1
-    assert tracks.conduct.doubts("honest2", resumed) == ("leader",)
     for number in range(resumed, resumed + RECENT_ROUNDS):
-        assert not tracks.may_reduce("honest1", number)
-        commit(tracks, "honest0", number)
-    assert tracks.may_reduce("honest1", resumed + RECENT_ROUNDS)
+        assert all(tracks.may_reduce(peer, number) for peer in IDS[1:])
+        assert tracks.conduct.doubts("honest2", number) == ("leader",)
+    assert not any(tracks.may_reduce(peer, resumed + RECENT_ROUNDS) for peer in IDS[1:])
+    assert tracks.conduct.doubts("honest2", resumed + 62) == ("leader",)
+    assert tracks.conduct.doubts("honest2", resumed + 63) == ()
 
 
-def test_what_is_long_past_counts_no_more() -> None:
-    tracks = restarted(history()["honest0"], 10 * ROUNDS)
-    assert not any(tracks.may_reduce(peer, 10 * ROUNDS) for peer in IDS)
-    assert not tracks.to_vouchers(10 * ROUNDS)
+def test_two_restarts_without_a_commit_between_them_are_as_one() -> None:
+    tracks = history()["honest0"]
+    assert restarted(restarted(tracks, ROUNDS + 1), 5).memory == restarted(tracks, 5).memory
 
 
-def test_what_happened_before_the_first_round_of_a_session_is_not_forgotten_for_the_past() -> None:
-    again = TrackRecords()
-    again.conduct.note_stall("honest1", ROUNDS)
-    again.conduct.note_stall("honest1", ROUNDS + 1)
-    again.recall(history()["honest0"].memory, ROUNDS + 1)
-    assert again.conduct.doubts("honest1", ROUNDS + 1) == ("leader",)
-    assert again.may_reduce("honest1", ROUNDS + 1)
+def test_how_far_apart_peers_are_is_known_only_of_this_session() -> None:
+    """Either of them may go on from an older checkpoint."""
+    again = restarted(history()["honest0"], ROUNDS + 1)
+    assert again.rounds_since("honest1", ROUNDS + 1) is None
+    commit(again, "honest0", ROUNDS + 1)
+    assert again.rounds_since("honest1", ROUNDS + 3) == 2
 
 
-def test_earlier_conduct_keeps_its_limits() -> None:
+def test_what_is_remembered_stays_limited() -> None:
+    def fill(tracks: TrackRecords, first: int) -> list[int]:
+        for number in range(first, first + 100):
+            tracks.conduct.begin(IDS)
+            tracks.conduct.note_fault("honest1", "missing")
+            tracks.conduct.note_stall("honest1", number)
+            tracks.conduct.note_silence("honest1", number, b"key")
+            delivery = Delivery(1000, 1.0, 1000.0, 1.0)
+            tracks.conduct.exchanged(
+                number,
+                {"honest1": delivery},
+                {"honest1": 9.0, "honest2": 1.0},
+                trusted=["honest2"],
+                usual_s=0.0,
+                slack_s=0.0,
+                passed_s=9.0,
+            )
+            commit(tracks, "honest0", number)
+        record = tracks.memory.conduct["honest1"]
+        of_rounds = len(record.late_results), len(record.failed), len(record.stalled), len(record.silences)
+        return [len(record.late), len(record.rates), *of_rounds]
+
     tracks = TrackRecords()
-    delivery = Delivery(1000, 1.0, 1000.0, 1.0)
-    for number in range(100):
-        tracks.conduct.begin(IDS)
-        tracks.conduct.exchanged(
-            number,
-            dict.fromkeys(IDS, delivery),
-            {},
-            trusted=IDS,
-            usual_s=0.0,
-            slack_s=0.0,
-            passed_s=1.0,
-        )
-    lengths = {peer: len(record.rates) for peer, record in restarted(tracks, 50).memory.conduct.items()}
-    assert lengths == dict.fromkeys(IDS, 8)
+    before = fill(tracks, 1)
+    assert all(before)
+    assert fill(restarted(tracks, 50), 50) == before

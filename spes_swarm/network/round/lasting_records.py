@@ -6,10 +6,11 @@ import asyncio
 import time
 from pathlib import Path
 
-from spes_swarm.protocol.rounds.track_record import TrackRecords
+from spes_swarm.protocol.rounds.track_record import RECENT_ROUNDS, TrackRecords
 from spes_swarm.storage.track_record_file import TrackRecordFile, encode
 
-_PERIOD_S = 30.0  # at least, between two times
+# The file is written as soon as this is exceeded: what happened in the last rounds counts most.
+_MAX_AGE_S, _MAX_AGE_COMMITS = 30.0, RECENT_ROUNDS // 2
 
 
 class LastingRecords:
@@ -20,35 +21,36 @@ class LastingRecords:
         self._tracks = tracks
         self._file = None if path is None else TrackRecordFile(path)
         self._is_recalled = False
-        self._written_at = -_PERIOD_S  # monotonic time
+        self._written_at = -_MAX_AGE_S  # monotonic time
+        self._unwritten = 0  # commits
         self._writing: asyncio.Task[None] | None = None
 
     async def recall(self, round_number: int) -> None:
         """Reads the file before the first round, whose number this is; later calls do nothing."""
-        if self._is_recalled:
+        if self._is_recalled or self._file is None:
             return
+        memory = await asyncio.to_thread(self._file.read, self._run_id)
         self._is_recalled = True
-        if self._file is not None:
-            memory = await asyncio.to_thread(self._file.read, self._run_id)
-            if memory is not None:
-                self._tracks.recall(memory, round_number)
+        if memory is not None:
+            self._tracks.recall(memory, round_number)
 
-    def save_soon(self) -> None:
-        """Writes the file in the background, unless it was written just now."""
-        is_writing = self._writing is not None and not self._writing.done()
-        if not is_writing and time.monotonic() >= self._written_at + _PERIOD_S:
-            self._writing = asyncio.create_task(self._save())
+    def committed(self) -> None:
+        """Notes a commit, and writes the file in the background if it is too old."""
+        self._unwritten += 1
+        is_old = time.monotonic() - self._written_at >= _MAX_AGE_S or self._unwritten >= _MAX_AGE_COMMITS
+        if is_old and (self._writing is None or self._writing.done()):
+            self._writing = asyncio.create_task(self._write())
 
     async def close(self) -> None:
-        """Writes the file for the last time."""
+        """Writes the file for the last time, unless nothing was committed since."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
-        if self._is_recalled:  # otherwise, what it holds was not read
-            await self._save()
+        if self._unwritten:
+            await self._write()
 
-    async def _save(self) -> None:
+    async def _write(self) -> None:
+        self._written_at, self._unwritten = time.monotonic(), 0
         if self._file is not None:
-            self._written_at = time.monotonic()
-            # What this thread encodes is not changed meanwhile.
+            # Encoded in the event loop, so that no round changes the records meanwhile.
             content = encode(self._run_id, self._tracks.memory)
             await asyncio.to_thread(self._file.write, content)

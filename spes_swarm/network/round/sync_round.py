@@ -101,7 +101,7 @@ class SyncRounds:
             experts,
             self.run_state.swarm_tokens.count,
         )
-        self.lasting_records.save_soon()
+        self.lasting_records.committed()
         self.announcer.round_seconds = report.group_seconds + report.exchange_seconds
         _LOGGER.info(
             "committed with %d members, %d of %d parts missing; group %.2f s, exchange %.2f s, digest %s",

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import NamedTuple
 
@@ -70,45 +70,31 @@ class _Silence(NamedTuple):
     reducers: frozenset[str]
 
 
-_LENGTHS = {
-    "late": _REMEMBERED,
-    "rates": _REMEMBERED,
-    "late_results": _TOLERATED_RESULTS + 1,
-    "failed": _TOLERATED_FAULTS + 1,
-    "stalled": _TOLERATED_STALLS + 1,
-    "silences": _TOLERATED_ALL_SILENCES + 1,
-}
-
-
 @dataclass(slots=True)
 class ConductRecord:
-    """What is remembered of one peer; no more than _LENGTHS of each."""
+    """What is remembered of one peer. Files of other versions are read: fields are only added, with a default."""
 
-    late: deque[bool] = field(default_factory=deque)
-    rates: deque[float] = field(default_factory=deque)  # Mbit/s
+    late: deque[bool] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # Mbit/s
     # Rounds in which its results were late, it failed (with the kind of fault), and it led without closing the group.
-    late_results: deque[int] = field(default_factory=deque)
-    failed: deque[tuple[int, str]] = field(default_factory=deque)
-    stalled: deque[int] = field(default_factory=deque)
-    silences: deque[_Silence] = field(default_factory=deque)
+    late_results: deque[int] = field(default_factory=lambda: deque(maxlen=_TOLERATED_RESULTS + 1))
+    failed: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=_TOLERATED_FAULTS + 1))
+    stalled: deque[int] = field(default_factory=lambda: deque(maxlen=_TOLERATED_STALLS + 1))
+    silences: deque[_Silence] = field(default_factory=lambda: deque(maxlen=_TOLERATED_ALL_SILENCES + 1))
     key: bytes = b""  # with which it signs
     rests_until: int = 0  # it reduces nothing before this round
     taken_back: int = 0  # commits with its results that were taken back, since the last one that stood
 
-    def __post_init__(self) -> None:
-        for name, length in _LENGTHS.items():
-            setattr(self, name, deque(getattr(self, name), length))
-
     def earlier(self, rounds: int) -> ConductRecord:
         """The same, so many rounds earlier."""
-        return replace(
-            self,
-            late_results=deque(number - rounds for number in self.late_results),
-            failed=deque((number - rounds, kind) for number, kind in self.failed),
-            stalled=deque(number - rounds for number in self.stalled),
-            silences=deque(silence._replace(round=silence.round - rounds) for silence in self.silences),
-            rests_until=self.rests_until - rounds,
-        )
+        record = ConductRecord(key=self.key, rests_until=self.rests_until - rounds, taken_back=self.taken_back)
+        record.late.extend(self.late)
+        record.rates.extend(self.rates)
+        record.late_results.extend(number - rounds for number in self.late_results)
+        record.failed.extend((number - rounds, kind) for number, kind in self.failed)
+        record.stalled.extend(number - rounds for number in self.stalled)
+        record.silences.extend(silence._replace(round=silence.round - rounds) for silence in self.silences)
+        return record
 
 
 def limit_s(usual_s: float, slack_s: float) -> float:
@@ -139,13 +125,13 @@ class Conduct:
         self._paces: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=_PACES))
 
     @property
-    def known(self) -> Mapping[str, ConductRecord]:
+    def known(self) -> dict[str, ConductRecord]:
         """What is remembered of each peer."""
         return self._peers
 
     def recall(self, known: Mapping[str, ConductRecord]) -> None:
         """Remembers what was known at the end of the last session."""
-        self._peers = OrderedDict(known) | self._peers
+        self._peers = OrderedDict(known)
 
     def _of(self, peer_id: str) -> ConductRecord:
         record = self._peers.setdefault(peer_id, ConductRecord())

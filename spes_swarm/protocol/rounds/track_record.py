@@ -1,7 +1,7 @@
 """This peer's record of the others in the commits that it shared with them.
 
-It outlives the process (storage/memory_file.py). Otherwise, after most members have restarted at once, a few hostile
-ones that vouch for each other would be the only ones that anybody trusts.
+It outlives the process (storage/track_record_file.py). Otherwise, after most members have restarted at once, a few
+hostile ones that vouch for each other would be the only ones that anybody trusts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FADING = 0.8
 
 @dataclass(slots=True)
 class TrackRecord:
-    """What is remembered of one peer."""
+    """What is remembered of one peer. Files of other versions are read: fields are only added, with a default."""
 
     commits: int = 0  # shared with it
     last_commit: int | None = None  # of these
@@ -42,25 +42,13 @@ class TrackRecord:
     borne_out: int = 0  # number of these commits
     agreement: float = 1.0  # share of its deviations left, newer rounds weighing more
 
-    def earlier(self, rounds: int) -> TrackRecord:
-        """The same, so many rounds earlier."""
-        last, delivered, failed = (
-            None if number is None else number - rounds for number in (self.last_commit, self.delivered, self.failed)
-        )
-        return replace(self, last_commit=last, delivered=delivered, failed=failed)
-
-    def is_forgotten(self, round_number: int) -> bool:
-        """Returns True if it was in none of the last rounds, or only failed in a few."""
-        if self.last_commit is not None:
-            return round_number - self.last_commit > _FORGET_ROUNDS
-        return self.failed is None or round_number - self.failed > RECENT_ROUNDS
-
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a peer remembers of the others after its last commit, by peer."""
+    """What a peer remembers of the others, by peer."""
 
-    round: int  # of the commit
+    round: int  # its last commit
+    usual_rms: tuple[float, float]
     tracks: dict[str, TrackRecord]
     conduct: dict[str, ConductRecord]
 
@@ -74,20 +62,35 @@ class TrackRecords:
         self.stalled_rounds = 0  # consecutive commits in which parts of the shared block were missing
         self._round = 0  # of the last commit
         self._peers: dict[str, TrackRecord] = {}
+        self._met: set[str] = set()  # those in commits of this session
 
     @property
     def memory(self) -> Memory:
-        """What this peer remembers."""
-        return Memory(self._round, self._peers, dict(self.conduct.known))
+        """What this peer remembers, for the next session; not a copy."""
+        return Memory(self._round, self.usual_rms, self._peers, self.conduct.known)
 
     def recall(self, memory: Memory, round_number: int) -> None:
         """Remembers what was known at the end of the last session, before this one's first round.
 
-        If it resumes before the last commit, what happened is as long ago as it was then.
+        If this session goes on from an older checkpoint, all of it happened as many rounds earlier. Whoever had
+        delivered in the last rounds before the end counts as one who has done so just now, however many rounds others
+        have held since: those that stayed would otherwise be the only ones that anybody trusts. Results that were
+        missing are forgotten, since this peer may have been cut off before its end.
         """
-        ahead = max(memory.round + 1 - round_number, 0)
-        self._peers = {peer: record.earlier(ahead) for peer, record in memory.tracks.items()} | self._peers
-        self.conduct.recall({peer: record.earlier(ahead) for peer, record in memory.conduct.items()})
+        passed = round_number - 1 - memory.round
+        back = max(-passed, 0)
+        self._round = memory.round - back
+        self.usual_rms = memory.usual_rms
+        self._peers = {
+            peer: replace(
+                record,
+                last_commit=None if record.last_commit is None else record.last_commit - back,
+                delivered=None if record.delivered is None else record.delivered + passed,
+                failed=None,
+            )
+            for peer, record in memory.tracks.items()
+        }
+        self.conduct.recall({peer: record.earlier(back) for peer, record in memory.conduct.items()})
 
     def _of(self, peer_id: str) -> TrackRecord:
         return self._peers.setdefault(peer_id, TrackRecord())
@@ -129,6 +132,7 @@ class TrackRecords:
         )
         self.usual_rms = shared, expert
         for peer_id, ratio in ratios:
+            self._met.add(peer_id)
             record = self._of(peer_id)
             record.last_commit = round_number
             record.commits += 1
@@ -138,13 +142,18 @@ class TrackRecords:
             else:
                 record.borne_out, record.claimed = 0, []
         self.reducers_failed(round_number, failed)
+        for peer_id, record in list(self._peers.items()):
+            if record.last_commit is not None and round_number - record.last_commit > _FORGET_ROUNDS:
+                del self._peers[peer_id]
+                self._met.discard(peer_id)
 
     def reducers_failed(self, round_number: int, peers: Iterable[str]) -> None:
         """Records which members did not deliver parts that they reduce, maybe in a round that was not committed."""
-        for peer_id in [peer for peer, record in self._peers.items() if record.is_forgotten(round_number)]:
-            del self._peers[peer_id]
         for record in map(self._of, peers):
             record.failed = round_number
+        for peer_id, record in list(self._peers.items()):
+            if record.last_commit is None and (record.failed is None or round_number - record.failed > RECENT_ROUNDS):
+                del self._peers[peer_id]  # it has never been in a commit
 
     def may_reduce(self, peer_id: str, round_number: int) -> bool:
         """Returns True if a peer has delivered in recent rounds; see RECENT_ROUNDS."""
@@ -175,8 +184,11 @@ class TrackRecords:
         return self._known(peer_id).commits < NUM_FIRST_COMMITS
 
     def rounds_since(self, peer_id: str, round_number: int) -> int | None:
-        """Number of rounds from the last commit with a peer to this round; None if there was none."""
-        last = self._known(peer_id).last_commit
+        """Number of rounds from the last commit with a peer to this round; None if there was none in this session.
+
+        Since an earlier one, either peer may have gone back to an older checkpoint.
+        """
+        last = self._known(peer_id).last_commit if peer_id in self._met else None
         return round_number - last if last is not None else None
 
     def earned(self, peer_id: str) -> float:
