@@ -104,8 +104,8 @@ class LocalPeer:
     def events(self, kind: str | None = None) -> list[Event]:
         """Events that this process has written to its metrics so far, all or of one kind."""
         written = self._written_since(self._events_end)
-        self._events_end += len(written)
         self._events += [json.loads(line) for line in written.splitlines() if line]
+        self._events_end += len(written)
         return [event for event in self._events if kind in (None, event["event"])]
 
     def new_events(self) -> list[Event]:

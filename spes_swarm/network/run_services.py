@@ -494,7 +494,7 @@ class RunServices(RunCommands):
         for task in self._tasks:
             task.cancel()
         self._audits.end(keep=False)
+        await self._rounds.lasting_records.close()
         await self._audits.proofs.stop()
         await self._announcer.say_goodbye()
-        await self._rounds.lasting_records.close()
         await self._dht.leave()

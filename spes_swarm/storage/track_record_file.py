@@ -13,7 +13,7 @@ from spes_swarm.base.user_paths import replace_file
 from spes_swarm.protocol.rounds.track_record import Memory
 
 _LOGGER = logging.getLogger(__name__)
-_MAX_BYTES = 64 << 20  # several times what 4,096 peers take
+_MAX_BYTES = 64 << 20  # 4,096 peers of whose work nothing is missing take 2.3 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,15 @@ class TrackRecordFile:
             return None
         return content.memory if content.run_id == run_id else None
 
-    def write(self, content: bytes) -> None:
-        """Replaces it."""
+    def write(self, content: bytes) -> bool:
+        """Replaces it; returns False if it could not be written."""
         try:
+            if len(content) > _MAX_BYTES:
+                raise OSError(f"{len(content)} bytes are too many")
             replace_file(self.path, content, mode=0o600)
         except OSError as exc:
             _LOGGER.warning(
                 "%s cannot be written, so a restart forgets how reliable other peers are: %s", self.path, exc
             )
+            return False
+        return True

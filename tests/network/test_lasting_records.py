@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
 from spes_swarm.network.round import lasting_records
 from spes_swarm.network.round.lasting_records import LastingRecords
-from spes_swarm.protocol.rounds.track_record import TrackRecords
+from spes_swarm.protocol.rounds.track_record import RECENT_ROUNDS, TrackRecords
 from spes_swarm.storage.track_record_file import TrackRecordFile
 
 RUN = "run"
@@ -96,8 +97,9 @@ def test_a_recall_that_is_cancelled_comes_again(path: Path) -> None:
         task.cancel()
         await asyncio.wait([task])
         await peer.lasting.recall(4)
+        peer.commit(4)
         await peer.lasting.recall(5)
-        assert peer.tracks.memory.tracks["a"].commits == 3
+        assert peer.tracks.memory.tracks["a"].commits == 4
 
     asyncio.run(test())
 
@@ -109,5 +111,48 @@ def test_without_a_file_nothing_is_kept() -> None:
         peer.commit(1)
         await peer.lasting.close()
         assert peer.tracks.memory.tracks["a"].commits == 1
+
+    asyncio.run(test())
+
+
+def test_one_write_at_a_time_and_the_last_one_has_all(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        may_end, begun = threading.Event(), 0
+        write = TrackRecordFile.write
+
+        def slow(self: TrackRecordFile, content: bytes) -> bool:
+            nonlocal begun
+            begun += 1
+            assert may_end.wait(60)
+            return write(self, content)
+
+        monkeypatch.setattr(TrackRecordFile, "write", slow)
+        peer = Session(path)
+        await peer.lasting.recall(1)
+        for number in range(1, 3 * RECENT_ROUNDS):
+            peer.commit(number)
+            await asyncio.sleep(0)
+        assert begun <= 1
+        closing = asyncio.create_task(peer.lasting.close())
+        await asyncio.sleep(0)
+        may_end.set()
+        await closing
+        assert begun == 2
+        assert commits_in(path) == 3 * RECENT_ROUNDS - 1
+
+    asyncio.run(test())
+
+
+def test_what_could_not_be_written_is_written_at_the_end(path: Path) -> None:
+    async def test() -> None:
+        path.mkdir()  # in its place
+        peer = Session(path)
+        await peer.lasting.recall(1)
+        peer.commit(1)
+        assert peer.lasting._writing is not None
+        await peer.lasting._writing
+        path.rmdir()
+        await peer.lasting.close()
+        assert commits_in(path) == 1
 
     asyncio.run(test())

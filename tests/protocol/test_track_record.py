@@ -9,7 +9,7 @@ import pytest
 
 from spes_swarm.protocol.rounds.conduct import Delivery
 from spes_swarm.protocol.rounds.track_record import RECENT_ROUNDS, TrackRecords
-from spes_swarm.protocol.rounds.vouchers import may_reduce, vouchers, without_duty
+from spes_swarm.protocol.rounds.vouchers import may_reduce, newcomers, vouchers, without_duty
 
 HONEST, HOSTILE = [f"honest{i}" for i in range(5)], ["hostile0", "hostile1"]
 IDS = [*HONEST, *HOSTILE]
@@ -18,13 +18,16 @@ ROUNDS = 20
 
 def restarted(tracks: TrackRecords, round_number: int) -> TrackRecords:
     again = TrackRecords()
-    again.recall(copy.deepcopy(tracks.memory), round_number)
+    again.recall(copy.deepcopy(tracks.memory))
+    again.resume_at(round_number)
     return again
 
 
-def commit(tracks: TrackRecords, own: str, number: int, delivered: Sequence[str] = IDS) -> None:
-    """A commit of all peers with the work of some."""
-    others = [(peer, 1.0) for peer in IDS if peer != own]
+def commit(
+    tracks: TrackRecords, own: str, number: int, delivered: Sequence[str] = IDS, members: Sequence[str] = IDS
+) -> None:
+    """A commit with the work of some of its members."""
+    others = [(peer, 1.0) for peer in members if peer != own]
     tracks.committed(number, others, (), delivered=[peer for peer in delivered if peer != own])
 
 
@@ -45,7 +48,7 @@ def statements(records: dict[str, TrackRecords], number: int) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("others_held", [0, 4, 100])
+@pytest.mark.parametrize("others_held", [0, 100, 300])
 @pytest.mark.parametrize("remember", [True, False])
 def test_after_all_have_restarted_those_that_vouch_for_each_other_do_not_reduce_alone(
     remember: bool, others_held: int
@@ -61,23 +64,62 @@ def test_after_all_have_restarted_those_that_vouch_for_each_other_do_not_reduce_
             commit(tracks, peer, number, IDS if trusted & {*HONEST} else HOSTILE)
 
 
+@pytest.mark.parametrize("others_held", [0, 300])
+def test_those_that_come_back_one_after_the_other_are_trusted_as_before(others_held: int) -> None:
+    first = ROUNDS + 1 + others_held
+    records = {peer: restarted(tracks, first) for peer, tracks in history().items()}
+    early = [*HONEST[:2], *HOSTILE]
+    for peer in HONEST[:2]:
+        commit(records[peer], peer, first, early, early)
+    for peer in HONEST[2:]:
+        records[peer].resume_at(first + 1)
+    assert all(may_reduce(IDS, statements(records, first + 1)))
+
+
+def test_new_identities_are_known_as_new_after_all_have_restarted() -> None:
+    ids = [*IDS, "sybil0", "sybil1"]
+    records = {peer: restarted(tracks, 10 * ROUNDS) for peer, tracks in history().items()}
+    assert newcomers(ids, [*statements(records, 10 * ROUNDS), b"", b""]) == {"sybil0", "sybil1"}
+
+
+def test_until_the_first_commit_a_session_may_turn_out_to_be_in_another_round() -> None:
+    """The first attempt of a round may fail, and another one begin elsewhere."""
+    tracks = history()["honest0"]
+    wandering = restarted(tracks, ROUNDS + 1)
+    for number in (10 * ROUNDS, 5):
+        wandering.resume_at(number)
+        assert wandering.memory == restarted(tracks, number).memory
+    commit(wandering, "honest0", 5)
+    before = copy.deepcopy(wandering.memory)
+    wandering.resume_at(10 * ROUNDS)
+    assert wandering.memory == before
+
+
 def test_an_exchange_in_which_all_were_cut_off_before_they_stopped_costs_nobody_its_trust() -> None:
     records = history()
     for own, tracks in records.items():
         tracks.reducers_failed(ROUNDS + 1, {*IDS} - {own})
+        for number in (ROUNDS + 1, ROUNDS + 2):
+            tracks.conduct.note_stall("honest1", number)
     records = {peer: restarted(tracks, ROUNDS + 1) for peer, tracks in records.items()}
-    assert all(may_reduce(IDS, statements(records, ROUNDS + 1)))
+    said = statements(records, ROUNDS + 1)
+    assert all(may_reduce(IDS, said))
+    assert not without_duty(IDS, said)
 
 
-def test_whom_most_doubted_has_no_duty_after_all_have_restarted() -> None:
+@pytest.mark.parametrize("others_held", [0, 300])
+def test_whom_most_doubted_has_no_duty_after_all_have_restarted(others_held: int) -> None:
+    first = ROUNDS + 1 + others_held
     records = history()
     for tracks in records.values():
         for number in range(ROUNDS - 2, ROUNDS + 1):
             tracks.conduct.begin(IDS)
             tracks.conduct.note_fault("hostile0", "missing")
             tracks.conduct.exchanged(number, {}, {}, trusted=(), usual_s=0.0, slack_s=0.0, passed_s=1.0)
-    records = {peer: restarted(tracks, ROUNDS + 1) for peer, tracks in records.items()}
-    assert without_duty(IDS, statements(records, ROUNDS + 1)) == {"hostile0"}
+            tracks.conduct.note_silence("hostile1", number, b"key", {"honest1"})
+    records = {peer: restarted(tracks, first) for peer, tracks in records.items()}
+    assert without_duty(IDS, statements(records, first)) == {*HOSTILE}
+    assert all(tracks.conduct.hiding(first) == {"hostile1"} for tracks in records.values())
 
 
 def test_who_is_established_and_what_is_usual_are_remembered() -> None:
@@ -105,7 +147,7 @@ def test_a_peer_that_goes_on_from_an_older_checkpoint_remembers_for_as_long_as_o
 
 def test_two_restarts_without_a_commit_between_them_are_as_one() -> None:
     tracks = history()["honest0"]
-    assert restarted(restarted(tracks, ROUNDS + 1), 5).memory == restarted(tracks, 5).memory
+    assert restarted(restarted(tracks, 5), 6).memory == restarted(tracks, 6).memory
 
 
 def test_how_far_apart_peers_are_is_known_only_of_this_session() -> None:
@@ -142,3 +184,29 @@ def test_what_is_remembered_stays_limited() -> None:
     before = fill(tracks, 1)
     assert all(before)
     assert fill(restarted(tracks, 50), 50) == before
+
+
+@pytest.mark.parametrize("resumed", [5, ROUNDS + 1, 300])
+def test_all_that_has_a_round_moves_with_the_session(resumed: int) -> None:
+    tracks = history()["honest0"]
+    conduct, moved = tracks.conduct, resumed - 1 - ROUNDS
+    for number in range(ROUNDS - 2, ROUNDS + 1):
+        conduct.begin(["honest1"])
+        conduct.note_fault("honest1", "missing")
+        conduct.note_stall("honest1", number)
+        conduct.note_silence("honest1", number, b"key")
+        times_s = {"honest1": 9.0, "honest2": 1.0}
+        delivery = {"honest1": Delivery(1000, 1.0, 1000.0, 9.0)}
+        conduct.exchanged(number, delivery, times_s, trusted=["honest2"], usual_s=0.0, slack_s=0.0, passed_s=9.0)
+    before = copy.deepcopy(tracks.memory)
+    after = restarted(tracks, resumed).memory
+    old, new = before.conduct["honest1"], after.conduct["honest1"]
+    assert list(new.late_results) == [number + moved for number in old.late_results]
+    assert list(new.failed) == [(number + moved, kind) for number, kind in old.failed]
+    assert list(new.stalled) == [number + moved for number in old.stalled]
+    assert [each.round for each in new.silences] == [each.round + moved for each in old.silences]
+    assert new.rests_until == old.rests_until + moved > moved
+    assert (new.late, new.rates, new.key) == (old.late, old.rates, b"key")
+    assert all((old.late_results, old.failed, old.stalled, old.silences, old.late, old.rates))
+    track = after.tracks["honest1"]
+    assert (track.last_commit, track.delivered, track.worked) == (resumed - 1, resumed - 1, ROUNDS)

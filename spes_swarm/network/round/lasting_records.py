@@ -9,7 +9,7 @@ from pathlib import Path
 from spes_swarm.protocol.rounds.track_record import RECENT_ROUNDS, TrackRecords
 from spes_swarm.storage.track_record_file import TrackRecordFile, encode
 
-# The file is written as soon as this is exceeded: what happened in the last rounds counts most.
+# A file that is as old is written anew after a commit: what happened in the last rounds counts most.
 _MAX_AGE_S, _MAX_AGE_COMMITS = 30.0, RECENT_ROUNDS // 2
 
 
@@ -26,13 +26,13 @@ class LastingRecords:
         self._writing: asyncio.Task[None] | None = None
 
     async def recall(self, round_number: int) -> None:
-        """Reads the file before the first round, whose number this is; later calls do nothing."""
-        if self._is_recalled or self._file is None:
-            return
-        memory = await asyncio.to_thread(self._file.read, self._run_id)
-        self._is_recalled = True
-        if memory is not None:
-            self._tracks.recall(memory, round_number)
+        """Reads the file before the first round. Rounds up to the first commit of this session begin with it."""
+        if self._file is not None and not self._is_recalled:
+            memory = await asyncio.to_thread(self._file.read, self._run_id)
+            self._is_recalled = True
+            if memory is not None:
+                self._tracks.recall(memory)
+        self._tracks.resume_at(round_number)
 
     def committed(self) -> None:
         """Notes a commit, and writes the file in the background if it is too old."""
@@ -49,8 +49,10 @@ class LastingRecords:
             await self._write()
 
     async def _write(self) -> None:
-        self._written_at, self._unwritten = time.monotonic(), 0
+        self._written_at, written = time.monotonic(), self._unwritten
+        self._unwritten = 0
         if self._file is not None:
             # Encoded in the event loop, so that no round changes the records meanwhile.
             content = encode(self._run_id, self._tracks.memory)
-            await asyncio.to_thread(self._file.write, content)
+            if not await asyncio.to_thread(self._file.write, content):
+                self._unwritten += written

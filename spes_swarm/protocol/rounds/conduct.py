@@ -25,6 +25,7 @@ hash. The rest doubles with every such commit. So liars soon reduce nothing, tho
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ class _Silence(NamedTuple):
 
 @dataclass(slots=True)
 class ConductRecord:
-    """What is remembered of one peer. Files of other versions are read: fields are only added, with a default."""
+    """What is remembered of one peer. A new field needs a default, or older files cannot be read."""
 
     late: deque[bool] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))  # Mbit/s
@@ -85,15 +86,16 @@ class ConductRecord:
     rests_until: int = 0  # it reduces nothing before this round
     taken_back: int = 0  # commits with its results that were taken back, since the last one that stood
 
-    def earlier(self, rounds: int) -> ConductRecord:
-        """The same, so many rounds earlier."""
-        record = ConductRecord(key=self.key, rests_until=self.rests_until - rounds, taken_back=self.taken_back)
+    def moved(self, rounds: int, until: float = math.inf) -> ConductRecord:
+        """The same, so many rounds later, without what happened after the round `until`."""
+        record = ConductRecord(key=self.key, rests_until=self.rests_until + rounds, taken_back=self.taken_back)
         record.late.extend(self.late)
         record.rates.extend(self.rates)
-        record.late_results.extend(number - rounds for number in self.late_results)
-        record.failed.extend((number - rounds, kind) for number, kind in self.failed)
-        record.stalled.extend(number - rounds for number in self.stalled)
-        record.silences.extend(silence._replace(round=silence.round - rounds) for silence in self.silences)
+        record.late_results.extend(number + rounds for number in self.late_results if number <= until)
+        record.failed.extend((number + rounds, kind) for number, kind in self.failed if number <= until)
+        record.stalled.extend(number + rounds for number in self.stalled if number <= until)
+        silences = (silence for silence in self.silences if silence.round <= until)
+        record.silences.extend(silence._replace(round=silence.round + rounds) for silence in silences)
         return record
 
 
@@ -129,9 +131,18 @@ class Conduct:
         """What is remembered of each peer."""
         return self._peers
 
-    def recall(self, known: Mapping[str, ConductRecord]) -> None:
-        """Remembers what was known at the end of the last session."""
-        self._peers = OrderedDict(known)
+    def recall(self, known: Mapping[str, ConductRecord], last_commit: int) -> None:
+        """Remembers what was known at the end of the last session, in which this was the last commit.
+
+        What happened after it is left out: this peer may have been cut off, or the others about to end as well.
+        """
+        self._peers = OrderedDict((peer, record.moved(0, last_commit)) for peer, record in known.items())
+        for record in self._peers.values():
+            record.taken_back = 0  # the reducers of the last commit, with which it ends, are not remembered
+
+    def move(self, rounds: int) -> None:
+        """Takes all as having happened so many rounds later."""
+        self._peers = OrderedDict((peer, record.moved(rounds)) for peer, record in self._peers.items())
 
     def _of(self, peer_id: str) -> ConductRecord:
         record = self._peers.setdefault(peer_id, ConductRecord())

@@ -31,7 +31,7 @@ _FADING = 0.8
 
 @dataclass(slots=True)
 class TrackRecord:
-    """What is remembered of one peer. Files of other versions are read: fields are only added, with a default."""
+    """What is remembered of one peer. A new field needs a default, or older files cannot be read."""
 
     commits: int = 0  # shared with it
     last_commit: int | None = None  # of these
@@ -45,7 +45,7 @@ class TrackRecord:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a peer remembers of the others, by peer."""
+    """What a peer remembers of the others, by peer. A new field needs a default, or older files cannot be read."""
 
     round: int  # its last commit
     usual_rms: tuple[float, float]
@@ -62,35 +62,38 @@ class TrackRecords:
         self.stalled_rounds = 0  # consecutive commits in which parts of the shared block were missing
         self._round = 0  # of the last commit
         self._peers: dict[str, TrackRecord] = {}
-        self._met: set[str] = set()  # those in commits of this session
+        self._has_committed = False  # in this session
+        self._met: set[str] = set()  # those in these commits
 
     @property
     def memory(self) -> Memory:
         """What this peer remembers, for the next session; not a copy."""
         return Memory(self._round, self.usual_rms, self._peers, self.conduct.known)
 
-    def recall(self, memory: Memory, round_number: int) -> None:
-        """Remembers what was known at the end of the last session, before this one's first round.
+    def recall(self, memory: Memory) -> None:
+        """Remembers what was known at the end of the last session; `resume_at` follows.
 
-        If this session goes on from an older checkpoint, all of it happened as many rounds earlier. Whoever had
-        delivered in the last rounds before the end counts as one who has done so just now, however many rounds others
-        have held since: those that stayed would otherwise be the only ones that anybody trusts. Results that were
-        missing are forgotten, since this peer may have been cut off before its end.
+        Results that were missing are forgotten, since this peer may have been cut off before the end.
         """
-        passed = round_number - 1 - memory.round
-        back = max(-passed, 0)
-        self._round = memory.round - back
-        self.usual_rms = memory.usual_rms
-        self._peers = {
-            peer: replace(
-                record,
-                last_commit=None if record.last_commit is None else record.last_commit - back,
-                delivered=None if record.delivered is None else record.delivered + passed,
-                failed=None,
-            )
-            for peer, record in memory.tracks.items()
-        }
-        self.conduct.recall({peer: record.earlier(back) for peer, record in memory.conduct.items()})
+        self._round, self.usual_rms = memory.round, memory.usual_rms
+        self._peers = {peer: replace(record, failed=None) for peer, record in memory.tracks.items()}
+        self.conduct.recall(memory.conduct, memory.round)
+
+    def resume_at(self, round_number: int) -> None:
+        """Takes this round as the one after the last commit, until there is a commit in this session.
+
+        A peer may go on from an older checkpoint, and others may have held rounds without it. If what it remembers
+        aged with these, a few that stay would be rid of doubts, and the only ones that anybody trusts.
+        """
+        rounds = round_number - 1 - self._round
+        if self._has_committed or rounds == 0:
+            return
+        self._round += rounds
+        for record in self._peers.values():
+            record.last_commit = None if record.last_commit is None else record.last_commit + rounds
+            record.delivered = None if record.delivered is None else record.delivered + rounds
+            record.failed = None if record.failed is None else record.failed + rounds
+        self.conduct.move(rounds)
 
     def _of(self, peer_id: str) -> TrackRecord:
         return self._peers.setdefault(peer_id, TrackRecord())
@@ -122,7 +125,7 @@ class TrackRecords:
             stalled: parts of the shared block were missing.
         """
         self.stalled_rounds = self.stalled_rounds + 1 if stalled else 0
-        self._round = round_number
+        self._round, self._has_committed = round_number, True
         for record in map(self._of, delivered):
             record.delivered = round_number
             record.worked += 1

@@ -130,8 +130,8 @@ def hiding(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> set[str]:
 def newcomers(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> set[str]:
     """The members that are new identities: more than half of all others name others as established, and not them.
 
-    Those that name nobody say nothing about anybody, and a list that is full says nothing about those that it does not
-    name.
+    Those that remember nobody say nothing about anybody, and a list that is full says nothing about those that it does
+    not name.
     """
     named = [{i for i, entry in said.items() if entry.flags & _ESTABLISHED} for said in _named(peer_ids, vouched)]
     judges = [voter for voter, data in enumerate(vouched) if named[voter] and len(data) < MAX_VOUCHED * VOUCHER_BYTES]
