@@ -70,11 +70,16 @@ def test_a_session_without_a_commit_changes_nothing(path: Path) -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize(
+    ("most", "limit", "expected"),
+    [("_MAX_AGE_COMMITS", 4, [1, 1, 1, 1, 5, 5, 5, 5, 9, 9]), ("_MAX_AGE_S", 0.0, list(range(1, 11)))],
+)
 def test_after_the_first_commit_and_some_later_ones_the_file_is_new_without_an_orderly_end(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    most: str, limit: float, expected: list[int], path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def test() -> None:
-        monkeypatch.setattr(lasting_records, "_MAX_AGE_COMMITS", 4)
+        monkeypatch.setattr(lasting_records, "_MAX_AGE_COMMITS", 100)
+        monkeypatch.setattr(lasting_records, most, limit)
         peer = Session(path)
         await peer.lasting.recall(1)
         written = []
@@ -83,7 +88,7 @@ def test_after_the_first_commit_and_some_later_ones_the_file_is_new_without_an_o
             if peer.lasting._writing is not None:
                 await peer.lasting._writing
             written.append(commits_in(path))
-        assert written == [1, 1, 1, 1, 5, 5, 5, 5, 9, 9]
+        assert written == expected
 
     asyncio.run(test())
 

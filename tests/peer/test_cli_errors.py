@@ -31,7 +31,6 @@ from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.moe_models import REFUSED, save_moe
 from tests.helpers.repository import ROOT
 from tests.helpers.rounds import identity
-from tests.helpers.slow_join import launch_slow
 from tests.helpers.small_disk import mounted_disk
 from tests.helpers.swarm import REASONABLE_S, TINY_RUN, Swarm, merged, swarm
 from tests.helpers.tiny_model import tiny_layout
@@ -277,7 +276,6 @@ def test_a_token_file_that_is_too_short(tmp_path: Path, out: Path) -> None:
 def founder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalPeer]:
     """One small run that goes on during all the tests that need one."""
     with swarm(tmp_path_factory.mktemp("live")) as running:
-        running.launch = launch_slow(0.1)  # it leaves the processor to those who come and fail
         peer = running.found("--experts", 8)
         peer.wait_for("join")
         yield peer

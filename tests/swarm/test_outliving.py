@@ -65,7 +65,6 @@ def test_a_leaving_peer_loses_nothing_and_hands_its_moments_over(tmp_path: Path,
 def test_a_dead_peers_experts_are_adopted_within_a_round_after_its_lease(tmp_path: Path) -> None:
     lease_s = 12.0
     with swarm(tmp_path, round={"lease_s": lease_s}, **SPREAD) as running:
-        running.launch = launch_slow(0.1)  # it mostly waits for the lease to expire
         *stay, victim = running.start_all(3)
         # The founder has handed over what the others took when they joined: whatever dies is nobody else's.
         victim.wait_for("round", lambda e: e["round"] >= 2 and held_once(e["round"], running.peers))

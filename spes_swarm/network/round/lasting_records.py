@@ -9,7 +9,7 @@ from pathlib import Path
 from spes_swarm.protocol.rounds.track_record import RECENT_ROUNDS, TrackRecords
 from spes_swarm.storage.track_record_file import TrackRecordFile, encode
 
-# A file that is as old is written anew after a commit: what happened in the last rounds counts most.
+# The file is rewritten after a commit once it is this old: what happened in the last rounds counts most.
 _MAX_AGE_S, _MAX_AGE_COMMITS = 30.0, RECENT_ROUNDS // 2
 
 
