@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spes_swarm.base.arrays import FloatArray, attach_from
-from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
+from spes_swarm.base.errors import InvitationError, ProtocolError, RoundError, TransferError
 from spes_swarm.base.log import context, where_to_read
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.diagnosis import roster_lines
@@ -276,6 +276,8 @@ class RunServices(RunCommands):
         self._door.read_file()
         await self.refresh()
         self._listener.notify(self._view())
+        if self._door.why_out(self._state.identity.peer_id) is not None:
+            self._listener.notify(Called(self._state.reference.round + 1))  # which ends the session; see run_round
 
     async def _reunite(self) -> None:
         live = {self._state.identity.peer_id, *(view.peer_id for view in self._state.roster.present())}
@@ -287,8 +289,7 @@ class RunServices(RunCommands):
 
     def _clock_voices(self, connected: set[str]) -> Collection[str]:
         # Includes peers that are merely connected: to a peer whose clock is ahead, the others' records have expired.
-        live = {view.peer_id for view in self._state.roster.present()}
-        return self._state.roster.standing.clock_voices(live | connected, time.monotonic())
+        return self._state.roster.standing.clock_voices({*self._door.present(), *connected}, time.monotonic())
 
     async def _refresh_quietly(self) -> None:
         with suppress(Exception):  # reported where records are read all the time; see `repeat`
@@ -297,9 +298,8 @@ class RunServices(RunCommands):
     async def refresh(self) -> None:
         """Reads other peers' records and greets new peers, so that connections exist before the first round."""
         assert self._records is not None
-        progress, leases = await asyncio.gather(
-            self._records.read("progress", Progress), self._records.read("leases", Lease)
-        )
+        read = self._records.read
+        progress, leases = await asyncio.gather(read("progress", Progress), read("leases", Lease))
         new = self._state.roster.update(progress)
         me, now = self._state.identity.peer_id, self._dht.now()
         if me in progress and self._announcer.twins.read(progress[me].expires, now):
@@ -316,10 +316,7 @@ class RunServices(RunCommands):
         self._on_fault(me, twin_fault(me, self._own_maddrs(), await self._greetings.own_endpoints()))
 
     def _heard_of(self, records: dict[str, _Record]) -> dict[str, _Record]:
-        """Returns the records of peers that have answered a call.
-
-        A record alone must neither reserve experts nor take a turn at publishing.
-        """
+        """Returns the records of peers that have answered a call; others reserve no experts and publish nothing."""
         return {peer: record for peer, record in records.items() if self._state.roster.standing.has_answered(peer)}
 
     async def view(self) -> SwarmView:
@@ -430,7 +427,8 @@ class RunServices(RunCommands):
         self, tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None = None
     ) -> RoundReport | CaughtUp:
         """See RunCommands."""
-        self._door.check_self(self._state.identity.peer_id)
+        if (reason := self._door.why_out(self._state.identity.peer_id)) is not None:
+            raise InvitationError(reason)
         self._round_task = asyncio.current_task()
         self._announcer.in_round = True
         # Writing a record slows a short round, which is over before others could read it.

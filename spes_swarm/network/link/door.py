@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from spes_swarm.base.errors import InvitationError, ProtocolError
+from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.admission import ADVICE, membership_of
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.network.link.rpc import Rpc
@@ -192,19 +192,16 @@ class Door:
             self._refused_by[peer_id] = reason
             self.on_refusal(peer_id)
 
-    def check_self(self, me: str) -> None:
-        """Checks that this peer may still take part.
-
-        Raises:
-            InvitationError: it may not, as far as it knows itself, or as most members of a private run say.
-        """
+    def why_out(self, me: str) -> str | None:
+        """Why this peer may no longer take part, as far as it knows, or as most members of a private run say."""
         if not self.admits(me):
-            raise InvitationError(f"this peer may no longer take part: {self.members.why_not(me, self._now())}")
+            return f"this peer may no longer take part: {self.members.why_not(me, self._now())}"
         voices = self.voices()
         reasons = [self._refused_by[peer] for peer in voices if peer in self._refused_by]
         # In an open run only a proof excludes; a peer that is refused fetches the one against itself.
         if 2 * len(reasons) > len(voices) and self.is_private and me != self.members.founder:
-            raise InvitationError(f"most members refuse this peer: {reasons[0]}")
+            return f"most members refuse this peer: {reasons[0]}"
+        return None
 
     # Acts.
 

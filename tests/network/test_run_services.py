@@ -1,16 +1,19 @@
-"""What the trainer learns right after the first contact with another peer; records and answers are the test's."""
+"""What the trainer learns from the run's services; records and answers are the test's."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from spes_swarm.base.errors import InvitationError
 from spes_swarm.config.manifest import found_run
 from spes_swarm.network.link import greetings
 from spes_swarm.network.run_services import RunServices
+from spes_swarm.port.commands import Called, Notification
 from spes_swarm.protocol.members.records import Record
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.records import progress
@@ -26,12 +29,12 @@ class FirstRecords:
         return {"founder": progress()} if kind == "progress" else {}
 
 
-def services_with(call: Any) -> RunServices:
+def services_with(call: Any, notify: Callable[[Notification], None] = lambda notification: None) -> RunServices:
     layout = tiny_layout()
     settings, *_vectors = settings_without_trainer(found_run(run_config(), layout.digest, identity(0)), layout)
     rpc: Any = SimpleNamespace(call=call)
     daemon: Any = SimpleNamespace(p2p=None, peer_id=identity(0).peer_id, connections=None)
-    listener: Any = SimpleNamespace()
+    listener: Any = SimpleNamespace(notify=notify)
     services = RunServices(listener, daemon, rpc, identity(0), settings)
     records: Any = FirstRecords()
     services._records = records
@@ -66,3 +69,23 @@ def test_a_peer_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyP
         return (await services_with(silence).view()).ready
 
     assert asyncio.run(look()) == ()
+
+
+def test_a_peer_that_is_out_of_the_run_ends_its_session_without_waiting_for_others() -> None:
+    """Nobody answers it any more, so for all it knows the others' work for the next round never gets done."""
+
+    async def answer(peer_id: str, method: str, request: Any, timeout_s: float) -> dict[str, Any]:
+        return {"maddrs": []}
+
+    async def look() -> None:
+        told: list[Notification] = []
+        services = services_with(answer, told.append)
+        await services._look_around()
+        assert not any(isinstance(notification, Called) for notification in told)
+        services._state.tracks.conduct.exclusions.note_lie(identity(0).peer_id, 5)
+        await services._look_around()
+        assert told[-1] == Called(1)
+        with pytest.raises(InvitationError, match=r"may no longer take part: .* a proof shows a lie in round 5"):
+            await services.run_round(1, (), leaving=False)
+
+    asyncio.run(look())
