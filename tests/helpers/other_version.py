@@ -67,6 +67,9 @@ def main(arguments: list[str]) -> int:
 
         measure: Any = trainer.RoundLosses  # type: ignore[attr-defined]
         setattr(trainer, "RoundLosses", partial(measure, grad_norm=0.5))  # noqa: B010 - mypy: it is a class
+        from tests.helpers.slow_join import PAUSE_S, sleeping_main
+
+        return sleeping_main(PAUSE_S, rest)
     code: int = import_module(f"spes_swarm.{name}").main(rest)
     return code
 

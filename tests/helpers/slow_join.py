@@ -1,13 +1,15 @@
-"""Peers that train more slowly than this machine would."""
+"""Peers that train more slowly than this machine would: `python -m tests.helpers.slow_join` takes join's arguments."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 from scripts.testing.forked_peer import ForkServer
+from spes_swarm.base.arguments import end_program
 from spes_swarm.join import main
 from spes_swarm.training import trainer
 
@@ -60,3 +62,7 @@ def _before_each_step(wait: Callable[[trainer.Trainer], None]) -> None:
         take_step(self)
 
     setattr(trainer.Trainer, "_train_step", waiting)  # noqa: B010 - mypy does not let a method be assigned to
+
+
+if __name__ == "__main__":
+    end_program(sleeping_main(PAUSE_S, sys.argv[1:]))

@@ -11,13 +11,14 @@ from pathlib import Path
 import psutil
 
 from scripts.testing.local_peer import LocalPeer, PeerProcess
+from tests.helpers import slow_join
 from tests.helpers.repository import ROOT
 
 NUM_RANKS = 2
 
 
-def launch_ranks(arguments: Sequence[str], log: Path, module: str = "spes_swarm.join") -> PeerProcess:
-    """Like local_peer.launch_join, with two ranks."""
+def launch_ranks(arguments: Sequence[str], log: Path, module: str = slow_join.__name__) -> PeerProcess:
+    """Like local_peer.launch_join, with two ranks, by default with a pause before each step."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
     torchrun += ["--shutdown-timeout", "600"]  # for a last round on a busy machine; by default 30 s
     with log.open("ab") as output:
