@@ -101,6 +101,7 @@ def start_three(running: Swarm) -> None:
 def test_peers_come_die_leave_and_come_back_and_the_monitor_says_so(tmp_path: Path) -> None:
     history = tmp_path / "run.sqlite"
     with swarm(tmp_path) as running:
+        running.launch = launch_slow(0.3)  # it mostly waits for records to expire
         start_three(running)
         founder, second, third = running.peers
         address = founder.address()

@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from tests.helpers.browser import CHROMIUM, FLAGS, Visit
+from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import Swarm, swarm
 
 # Four peers on two cores, perhaps beside other tests: they commit rounds in their own time.
@@ -50,6 +51,7 @@ def monitor(running: Swarm) -> Iterator[str]:
 
 def test_real_peers_are_seen_to_learn_die_and_join(tmp_path: Path) -> None:
     with swarm(tmp_path) as running, sync_playwright() as playwright:
+        running.launch = launch_slow(0.3)  # the browser needs the processor
         peers = running.start_all(4, "--data", "stdlib")
         peers[0].wait_for("round", timeout_s=PATIENCE_MS / 1000)
         expect.set_options(timeout=PATIENCE_MS)
