@@ -82,8 +82,8 @@ class LocalPeer:
         # An earlier process may have used the directory: only what this one writes counts.
         self._metrics_start = self._metrics_path.stat().st_size if self._metrics_path.exists() else 0
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self._metrics_read = self._metrics_start
         self._events: list[Event] = []
-        self._num_seen = 0  # of them, by the last call of new_events
         self._events_end = self._metrics_start  # position up to which these were read
         self.process = launch(["--output-dir", str(output_dir), *self.arguments], self.log)
 
@@ -101,22 +101,18 @@ class LocalPeer:
             written = file.read()
         return written[: written.rfind(b"\n") + 1]
 
-    def _read_events(self) -> None:
+    def events(self, kind: str | None = None) -> list[Event]:
+        """Events that this process has written to its metrics so far, all or of one kind."""
         written = self._written_since(self._events_end)
         self._events += [json.loads(line) for line in written.splitlines() if line]
         self._events_end += len(written)
-
-    def events(self, kind: str | None = None) -> list[Event]:
-        """Events that this process has written to its metrics so far, all or of one kind."""
-        self._read_events()
         return [event for event in self._events if kind in (None, event["event"])]
 
     def new_events(self) -> list[Event]:
         """Events that this process has written since the last call; cheap enough to follow it for hours."""
-        self._read_events()
-        new = self._events[self._num_seen :]
-        self._num_seen = len(self._events)
-        return new
+        written = self._written_since(self._metrics_read)
+        self._metrics_read += len(written)
+        return [json.loads(line) for line in written.splitlines() if line]
 
     def rounds(self) -> dict[int, Event]:
         """Committed rounds by number."""

@@ -27,6 +27,9 @@ _ODD: Final[tuple[Any, ...]] = (
 )
 
 
+_MARKS: Final = (b"\x97", b"\x95", b"\x83", b"\xc4", b"\xdc", b"\xdd")
+
+
 def mutated(random: Random, data: bytes, other: bytes) -> bytes:
     """A message that differs from two valid ones, of which it is made."""
     while True:
@@ -36,9 +39,9 @@ def mutated(random: Random, data: bytes, other: bytes) -> bytes:
 
 
 def garbage(random: Random, longest: int = 400) -> bytes:
-    """Random bytes, often with msgpack's marks of lists and byte strings in front."""
+    """Random bytes, often with msgpack's marks of lists, maps and byte strings in front."""
     data = random.randbytes(random.randrange(longest))
-    return data if random.random() < 0.5 else random.choice((b"\x97", b"\x95", b"\xc4", b"\xdc", b"\xdd")) + data
+    return data if random.random() < 0.5 else random.choice(_MARKS) + data
 
 
 def _flip(random: Random, data: bytes, other: bytes) -> bytes:
@@ -122,14 +125,18 @@ def _packed(content: Any) -> bytes:
         return b""
 
 
-def _places(content: Any) -> list[tuple[list[Any], int]]:
-    """All fields at any depth, as a list and a position in it."""
-    found: list[tuple[list[Any], int]] = []
+def _places(content: Any) -> list[tuple[Any, Any]]:
+    """All fields at any depth, as a list and a position in it, or a map and a key."""
+    found: list[tuple[Any, Any]] = []
     pending = [content]
     while pending:
-        if isinstance(items := pending.pop(), list):
-            found += [(items, i) for i in range(len(items))]
-            pending += items
+        match pending.pop():
+            case list(items):
+                found += [(items, i) for i in range(len(items))]
+                pending += items
+            case dict(fields):
+                found += [(fields, key) for key in fields]
+                pending += fields.values()
     return found
 
 

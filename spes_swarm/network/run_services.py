@@ -274,10 +274,10 @@ class RunServices(RunCommands):
 
     async def _look_around(self) -> None:
         self._door.read_file()
-        await self.refresh()
-        self._listener.notify(self._view())
-        if self._door.why_out(self._state.identity.peer_id) is not None:
-            self._listener.notify(Called(self._state.reference.round + 1))  # which ends the session; see run_round
+        try:
+            await self.refresh()
+        finally:
+            self._listener.notify(self._view())
 
     async def _reunite(self) -> None:
         live = {self._state.identity.peer_id, *(view.peer_id for view in self._state.roster.present())}
@@ -348,6 +348,7 @@ class RunServices(RunCommands):
             dead_votes=dead_votes,
             excluded=self._state.tracks.conduct.exclusions.excluded,
             without_duty=tuple(roster.standing.without_duty),
+            out=self._door.why_out(me),
             publishing_periods=periods_to_wait(self._volunteers, volunteering[0], me) if volunteering else 0,
         )
 

@@ -14,7 +14,7 @@ import torch
 
 from spes_swarm.base import log
 from spes_swarm.base.address import tcp_endpoint
-from spes_swarm.base.errors import BootstrapError, LeftEarlyError, ManifestError
+from spes_swarm.base.errors import BootstrapError, InvitationError, LeftEarlyError, ManifestError
 from spes_swarm.base.wording import said_if_slow
 from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.manifest import Manifest
@@ -337,13 +337,14 @@ class Joining:
         if (wanted := self._peer.wait_for_peers) <= 1:
             return
         self._announce("waiting")
-        shown = 0
+        here = 0
         while not self._context.stop.is_set():
-            here = self._ask(Commands.view, COMMAND_TIMEOUT_S).num_ready + 1
-            if here >= wanted:
+            view, before = self._ask(Commands.view, COMMAND_TIMEOUT_S), here
+            if view.out is not None:
+                raise InvitationError(view.out)
+            if (here := view.num_ready + 1) >= wanted:
                 break
-            if here != shown:
-                shown = here
+            if here != before:
                 self._console.say(f"waiting for peers: {here} of {wanted}")
             self._context.stop.wait(0.5)
         # The peers may have resumed from different checkpoints: all continue from the newest.

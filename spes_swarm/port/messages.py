@@ -70,6 +70,7 @@ class SwarmView:
     # Peers against which this peer has proofs, and those that most of its last group doubt.
     excluded: tuple[str, ...] = ()
     without_duty: tuple[str, ...] = ()
+    out: str | None = None  # why this peer may no longer take part in the run; None: it may
 
 
 @dataclass(frozen=True)

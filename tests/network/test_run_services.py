@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from spes_swarm.base.errors import InvitationError
 from spes_swarm.config.manifest import found_run
 from spes_swarm.network.link import greetings
 from spes_swarm.network.run_services import RunServices
-from spes_swarm.port.commands import Called, Notification
+from spes_swarm.port.commands import Notification
 from spes_swarm.protocol.members.records import Record
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.records import progress
@@ -27,6 +28,13 @@ class FirstRecords:
 
     async def read(self, kind: str, schema: type[Record]) -> dict[str, Any]:
         return {"founder": progress()} if kind == "progress" else {}
+
+
+class UnreadableRecords:
+    """Nobody answers."""
+
+    async def read(self, kind: str, schema: type[Record]) -> dict[str, Any]:
+        raise OSError("no node answers")
 
 
 def services_with(call: Any, notify: Callable[[Notification], None] = lambda notification: None) -> RunServices:
@@ -71,21 +79,23 @@ def test_a_peer_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyP
     assert asyncio.run(look()) == ()
 
 
-def test_a_peer_that_is_out_of_the_run_ends_its_session_without_waiting_for_others() -> None:
-    """Nobody answers it any more, so for all it knows the others' work for the next round never gets done."""
-
+def test_a_peer_learns_that_it_is_out_of_the_run_even_if_it_can_read_no_records() -> None:
     async def answer(peer_id: str, method: str, request: Any, timeout_s: float) -> dict[str, Any]:
         return {"maddrs": []}
 
     async def look() -> None:
-        told: list[Notification] = []
+        told: list[Any] = []
         services = services_with(answer, told.append)
         await services._look_around()
-        assert not any(isinstance(notification, Called) for notification in told)
+        assert [view.out for view in told] == [None]
         services._state.tracks.conduct.exclusions.note_lie(identity(0).peer_id, 5)
-        await services._look_around()
-        assert told[-1] == Called(1)
-        with pytest.raises(InvitationError, match=r"may no longer take part: .* a proof shows a lie in round 5"):
+        unreadable: Any = UnreadableRecords()
+        services._records = unreadable
+        with pytest.raises(OSError, match="no node answers"):
+            await services._look_around()
+        assert "may no longer take part: " in told[-1].out
+        assert told[-1].out.endswith("a proof shows a lie in round 5 (only the founder can pardon it)")
+        with pytest.raises(InvitationError, match=re.escape(told[-1].out)):
             await services.run_round(1, (), leaving=False)
 
     asyncio.run(look())

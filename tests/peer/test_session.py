@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from spes_swarm.base.errors import InvitationError
 from spes_swarm.peer.barrier import await_training
+from spes_swarm.peer.joining import Joining
 from spes_swarm.port.messages import SwarmView
 
 
@@ -59,3 +64,16 @@ def test_it_leaves_when_told_to() -> None:
     clock.set()
     await_training(lambda: view(2, 0), 2, clock, lambda: clock.now)
     assert clock.now == 1000.0
+
+
+def test_who_is_out_of_the_run_does_not_wait_for_more_peers() -> None:
+    said: list[str] = []
+    peer, console = SimpleNamespace(wait_for_peers=3), SimpleNamespace(say=said.append)
+    context: Any = SimpleNamespace(peer=peer, ranks=None, console=console, stop=Clock())
+    joining: Any = Joining(context)
+    views = [view(0, 0), view(1, 0), view(1, 0), replace(view(1, 0), out="the invitation has been revoked")]
+    joining._announce = lambda state: None
+    joining._ask = lambda *command: views.pop(0)
+    with pytest.raises(InvitationError, match="the invitation has been revoked"):
+        joining._wait_for_peers()
+    assert said == ["waiting for peers: 1 of 3", "waiting for peers: 2 of 3"]

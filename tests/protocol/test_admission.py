@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import random
 from collections.abc import Callable
 from itertools import permutations
@@ -80,6 +81,19 @@ def test_every_part_of_a_word_matters() -> None:
     for end in range(len(word) - 1, 6, -7):
         with pytest.raises(InvitationError):
             read_invitation(word[:end])
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("other", [1 << 40, 3, None, "text", [1, 2]])
+def test_a_word_of_other_types_is_damaged(place: int, other: object) -> None:
+    """No number becomes so many bytes of memory."""
+    sent = invitation()
+    parts: list[Any] = [sent.run_id, *sent.wire[0], sent.secret]
+    parts[place] = other if (place, type(other)) != (0, str) else b"text"
+    run_id, payload, signature, secret = parts
+    packed = msgpack.packb([run_id, [[payload, signature]], secret])
+    with pytest.raises(InvitationError, match="the invitation is damaged"):
+        read_invitation("spes1." + base64.urlsafe_b64encode(packed).decode().rstrip("="))
 
 
 def test_an_admission_is_of_one_peer_and_one_run() -> None:

@@ -14,13 +14,14 @@ import pytest
 
 from scripts.testing.forked_peer import ForkServer
 from scripts.testing.local_peer import PATIENCE_S, LocalPeer
+from spes_swarm.protocol.rounds.track_record import RECENT_ROUNDS
 from tests.helpers import intruder
 from tests.helpers.swarm import equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
 
 NUM_HONEST = 4
-ROUNDS = 12  # more than RECENT_ROUNDS: what it failed to deliver at first is forgotten by then
+ROUNDS = RECENT_ROUNDS + 4  # what it failed to deliver at first is forgotten by then
 # Of text in bytes that nothing is known of.
 UNTRAINED_LOSS = 5.6
 
@@ -59,9 +60,10 @@ def test_a_stranger_neither_stops_nor_steers_the_shared_layers(tmp_path: Path, k
     with swarm(tmp_path) as running:
         peers = running.start_all(NUM_HONEST, "--experts", 2)
         with intruding(stranger, peers, kind):
-            first = wait_for_groups(stranger, peers[0], ROUNDS // 2)[0]
+            first = wait_for_groups(stranger, peers[0], 1)[0]
+            while max(groups(stranger)) < first + ROUNDS:
+                peers[0].wait_for_round(max(peers[0].rounds()) + 1)
             last = max(max(peer.rounds()) for peer in peers)
-            last = max(last, first + ROUNDS)
             for peer in peers:
                 peer.wait_for_round(last)
         assert not any(parts for number, parts in groups(stranger).items() if number > first + 1)

@@ -34,6 +34,7 @@ class Others:
         self.steps = steps
         self.estimate = estimate
         self.behind = self.called = False
+        self.out: str | None = None
 
     @property
     def view(self) -> SwarmView:
@@ -47,6 +48,7 @@ class Others:
             at=self.now,
             swarm_round=3,
             experts_covered=8,
+            out=self.out,
         )
 
     def submit(self, command: object) -> Future[TokenCounts]:
@@ -88,6 +90,16 @@ def test_a_lone_peer_does_its_inner_steps() -> None:
     alone = Others()
     assert is_due(INNER_STEPS, alone)
     assert alone.num_counts == 0  # there is nobody to ask
+
+
+def test_a_peer_that_is_out_of_the_run_waits_for_nobody() -> None:
+    """Nobody answers it any more, and by its records of them, the others never do their work for its next round."""
+    others = Others(0.0, 0.0)
+    others.behind = True
+    assert not is_due(1000 * INNER_STEPS, others)
+    others.out, others.num_counts = "revoked", 0
+    assert is_due(1, others)
+    assert others.num_counts == 0
 
 
 @pytest.mark.parametrize("num_others", [1, 2, 3, 7])

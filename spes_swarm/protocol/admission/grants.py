@@ -252,8 +252,10 @@ def read_invitation(text: str) -> Invitation:
     try:
         content = unpack(base64.b64decode(encoded + "=" * (-len(encoded) % 4), altchars=b"-_"), 2 * MAX_ADMISSION_BYTES)
         run_id, wire, secret = content
-        links = tuple((bytes(payload), bytes(signature)) for payload, signature in wire)
-        invitation = Invitation(str(run_id), links, bytes(secret))
+        links = tuple((payload, signature) for payload, signature in wire)
+        if type(run_id) is not str or {type(part) for part in (secret, *sum(links, ()))} != {bytes}:
+            raise TypeError("of other types")
+        invitation = Invitation(run_id, links, secret)
         for grant in invitation.grants:
             Grant.model_validate(grant)
         if not links or len(secret) != _KEY_BYTES:
