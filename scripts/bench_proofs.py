@@ -1,4 +1,4 @@
-"""Lies of reducers and the proofs of them: which are accepted, and whether anything else that is signed is.
+"""Measures which lies of reducers are proven, and whether anything else is accepted as a proof or as signed.
 
     .venv/bin/python -m scripts.bench_proofs [--quick] [--json FILE]
 

@@ -82,8 +82,8 @@ class Pace:
         """Returns True if a round is due, given this peer's tokens since the last commit, and per second."""
         inner_steps, view = self.inner_steps, self._network.view
         own = inner_steps * self._tokens_per_step
-        if view is not None and view.out is not None:  # it learns no counts any more; a round says so and ends all
-            return True
+        if view is not None and view.out is not None:
+            return True  # it gets no more counts; the next round says why and ends the session
         if view is None or view.num_training == 0:
             self.progress = min(1.0, tokens / own)
             return tokens >= own

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import random
 from collections.abc import Callable
 from itertools import permutations
@@ -91,9 +90,9 @@ def test_a_word_of_other_types_is_damaged(place: int, other: object) -> None:
     parts: list[Any] = [sent.run_id, *sent.wire[0], sent.secret]
     parts[place] = other if (place, type(other)) != (0, str) else b"text"
     run_id, payload, signature, secret = parts
-    packed = msgpack.packb([run_id, [[payload, signature]], secret])
+    word = Invitation(run_id, ((payload, signature),), secret).to_text()
     with pytest.raises(InvitationError, match="the invitation is damaged"):
-        read_invitation("spes1." + base64.urlsafe_b64encode(packed).decode().rstrip("="))
+        read_invitation(word)
 
 
 def test_an_admission_is_of_one_peer_and_one_run() -> None:
