@@ -225,6 +225,7 @@ def main() -> int:
     parser.add_argument("--sequences", type=int, default=128, help="held-out sequences of an evaluation")
     parser.add_argument("--clip", type=float, help="override the configuration's; 0 = no bounds")
     parser.add_argument("--experts-per-peer", type=int, help="override the configuration's")
+    parser.add_argument("--inner-steps", type=int, help="override the configuration's")
     parser.add_argument("--json", type=Path, default=Path("runs/attack.json"))
     options = parser.parse_args()
     configured = load_config(options.config).run
@@ -238,6 +239,7 @@ def main() -> int:
     if options.clip is not None:
         run["round"]["clip"] = options.clip
     run["experts_per_peer"] = options.experts_per_peer or run["experts_per_peer"]
+    run["round"]["inner_steps"] = options.inner_steps or run["round"]["inner_steps"]
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="attack-") as name:
         config = Path(name) / "run.yaml"
