@@ -5,6 +5,8 @@
 Virtual peers train in one process (scripts/testing/verdict_runs.py) and record what their judges
 (spes_swarm/training/health/loss_watch.py) would be told. `--json` keeps the records; `--replay` judges them again,
 without training. A commit is refused if more than half of the peers, and at least two, say that the loss has risen.
+The last columns say how far an honest peer's work for the shared layers pointed against the others' at most, in the
+parts of a round that one of them reduced, and how often members ignored such work (protocol/rounds/conduct.py).
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class Row:
     rises: list[float] = field(default_factory=list)  # of the mean loss by harm, in nats, one for each peer-round
     merge_rises: list[float] = field(default_factory=list)  # by commits that merged experts
     return_rises: list[float] = field(default_factory=list)  # after a return, above the loss before the harm
+    opposition: float | None = None  # the largest of a peer in a round
+    ignored: int = 0
     first_refused: list[int | None] = field(default_factory=list)  # of creeping harm: rounds since it began
 
 
@@ -88,6 +92,9 @@ def add_run(row: Row, run: Record, explain: bool) -> None:
     row.harmed += len(harmed)
     row.noticed += len(harmed & refused)
     row.refused += len(refused - harmed)
+    if run.opposition is not None:
+        row.opposition = max(row.opposition or 0.0, run.opposition)
+    row.ignored += run.ignored
     row.rises += rises(list(run.peers.values()), "harmed")
     row.merge_rises += rises(list(run.peers.values()), "merge")
     row.return_rises += rises(list(run.peers.values()), "return", commits=2)
@@ -103,16 +110,17 @@ def table(records: Sequence[Record], explain: bool = False) -> list[Row]:
     for run in records:
         add_run(rows[run.scenario], run, explain)
     heads = ["runs", "rounds", "peer-r.", "verdicts", "alarms", "refused", "harmed", "seen", "noticed", "rise"]
-    heads += ["by merge", "after return"]
+    heads += ["by merge", "after return", "opposition", "ignored"]
     print(f"{'scenario':12}" + "".join(f"{head:>14}" for head in heads))
     for row in rows.values():
         cells = [row.runs, row.rounds, row.peer_rounds, row.verdicts, row.alarms, row.refused, row.harmed]
         per_harm = row.harmed * SCENARIOS[row.scenario].num_peers
         shares = [f"{row.seen / per_harm:.1%}", f"{row.noticed / row.harmed:.1%}"] if row.harmed else ["-", "-"]
         losses = row.rises, row.merge_rises, row.return_rises
+        opposition = ["-", "-"] if row.opposition is None else [f"{row.opposition:.2f}", str(row.ignored)]
         print(
             f"{row.scenario:12}"
-            + "".join(f"{cell:>14}" for cell in [*cells, *shares, *map(_mean, losses)])
+            + "".join(f"{cell:>14}" for cell in [*cells, *shares, *map(_mean, losses), *opposition])
             + (f"  first refused after {row.first_refused} rounds" if row.first_refused else "")
         )
     return list(rows.values())
@@ -141,6 +149,8 @@ def write(path: Path, records: Sequence[Record], rows: Sequence[Row]) -> None:
             "seed": run.seed,
             "rounds": run.rounds,
             "seconds": run.seconds,
+            "opposition": run.opposition,
+            "ignored": run.ignored,
             "peers": {name: [list(astuple(window)) for window in windows] for name, windows in run.peers.items()},
         }
         for run in records

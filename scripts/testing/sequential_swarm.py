@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Protocol
 
 import msgpack
@@ -199,6 +200,8 @@ class RoundOutcome:
     shortened: int  # contributions scaled below 0.99, by length or direction
     faults: int  # that name a member
     payload_bytes: int  # sent by all members together: contributions and results
+    opposition: float  # the largest of a member, as a reducer saw it on average; see reducing.opposition
+    ignored: int  # members whose work did not count
 
 
 class SequentialSwarm:
@@ -312,7 +315,7 @@ class SequentialSwarm:
         shortened = {c.member for block in plan.blocks.values() for c in block.contributions if c.scale < _SHORTENED}
         faults = 0
         for state in states:
-            shortened |= {member for member, left in state.deviations_left().items() if left < _SHORTENED}
+            shortened |= {member for member, left in state.agreements.deviations_left().items() if left < _SHORTENED}
             faults += len(state.refuse_excessive()) + len(state.clipped())
         self._commit(group, states)
         if self._rules is not None:
@@ -322,7 +325,14 @@ class SequentialSwarm:
                     peer.hold(held[peer.name])
         for peer in leaving:
             self.remove(peer)
-        return RoundOutcome(shortened=len(shortened), faults=faults, payload_bytes=payload_bytes)
+        opposition = max([0.0, *(fmean(found) for state in states for found in state.agreements.opposition.values())])
+        return RoundOutcome(
+            shortened=len(shortened),
+            faults=faults,
+            payload_bytes=payload_bytes,
+            opposition=opposition,
+            ignored=len(plan.ignored),
+        )
 
     def _commit(self, group: Group, states: Sequence[RoundState]) -> None:
         lineage = common_lineage(group.members).after(group.round, group.id)

@@ -28,7 +28,7 @@ import numpy as np
 from scripts.testing.forked_peer import ForkServer
 from spes_swarm import join
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.network.round import audits, sync_round
+from spes_swarm.network.round import audits, claims, sync_round
 from spes_swarm.protocol.averaging import agreement, commitments, recipe
 from spes_swarm.protocol.averaging.clipping import FREE_DEVIATION
 from spes_swarm.protocol.averaging.commitments import SIGNATURE_BYTES, Commitment, Opening, Signer, SigningKey
@@ -75,10 +75,9 @@ class _Unsigned(RoundState):
         free_rms = FREE_DEVIATION * block_plan.median_rms if self.bounds.bounded else math.inf
         differences = [accumulator.differences[member] for member in members]
         weights = [accumulator.weights[member] for member in members]
-        mean_N, factors = mean(differences, weights, free_rms, block_plan.stretch)
+        mean_N, agreement = mean(differences, weights, free_rms, block_plan.stretch)
         if self.bounds.bounded:
-            for member, factor in zip(members, factors, strict=True):
-                self._deviations.setdefault(member, []).append(factor)
+            self.agreements.note(part, members, agreement)
         return mean_N
 
     def _sign_results(self) -> None:
@@ -189,10 +188,10 @@ def _measure(stack: ExitStack, clock: FunctionClock) -> None:
         ("round: push_frame", state, "push_frame"),
         ("round: result_frame", state, "result_frame"),
         ("round: commit", state, "commit"),
-        (_AUDITS + "contributions made again", audits, "_contribution"),
-        (_AUDITS + "reducers' work repeated", audits, "fault_of"),
+        (_AUDITS + "contributions made again", audits, "own_contribution"),
+        (_AUDITS + "reducers' work repeated", claims, "judge"),
         (_AUDITS + "contributions taken in", audits.Audits, "_take"),
-        (_AUDITS + "quotes checked", audits, "_false_quote"),
+        (_AUDITS + "quotes checked", claims.Claim, "false_quote"),
     ):
         function = owner.__dict__.get(attribute, None) or getattr(owner, attribute)
         stack.enter_context(patch.object(owner, attribute, clock.timed(name, function)))

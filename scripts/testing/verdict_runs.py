@@ -104,6 +104,8 @@ class Record:
     rounds: int
     seconds: float
     peers: dict[str, list[Window]] = field(default_factory=dict)
+    opposition: float | None = None  # the largest of a peer in a round; see RoundOutcome. None: not recorded
+    ignored: int = 0  # members in rounds, added up; all are honest
 
 
 def settings(scenario: Scenario, seed: int) -> RunConfig:
@@ -141,6 +143,7 @@ class _Course:
         self._evaluation: HeldOutLoss | None = None
         self.windows: dict[str, list[Window]] = {peer.name: [] for peer in self.swarm.peers}
         self._side = 0
+        self.opposition, self.ignored = 0.0, 0  # the largest so far, and all so far
         self._before_N: FloatArray | None = None  # the reference before a harmed commit
         self._contributed: dict[str, FloatArray] = {}  # what each peer took part in it with
 
@@ -158,7 +161,7 @@ class _Course:
             for peer in self.swarm.peers:  # what a peer does not train now would begin at the reference
                 self._contributed[peer.name] = before_N.copy()
                 peer.live.read_trained(self._contributed[peer.name])
-        self.swarm.hold_round()
+        self._hold_round()
         kind: Kind = "merge" if self._merges(number) else "commit"
         if harmed:
             self._do_harm(before_N)
@@ -180,8 +183,13 @@ class _Course:
                 self.hold_round()
             self._train()
         self.swarm.peers, self._side = peers, 0
-        self.swarm.hold_round()
+        self._hold_round()
         self._kinds.update((peer.name, "reunion") for peer in peers)
+
+    def _hold_round(self) -> None:
+        outcome = self.swarm.hold_round()
+        self.opposition = max(self.opposition, outcome.opposition)
+        self.ignored += outcome.ignored
 
     def _train(self) -> None:
         peers = self.swarm.peers
@@ -256,7 +264,8 @@ def record(name: str, seed: int, rounds: int, until: float, data: str = STDLIB) 
         else:
             course.hold_round()
     seconds = time.monotonic() - started
-    return Record(name, seed, course.swarm.round, round(seconds, 1), course.windows)
+    opposition = round(course.opposition, 3)
+    return Record(name, seed, course.swarm.round, round(seconds, 1), course.windows, opposition, course.ignored)
 
 
 def rises(peers: Sequence[list[Window]], kind: Kind, commits: int = 1) -> list[float]:

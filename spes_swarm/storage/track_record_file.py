@@ -13,7 +13,7 @@ from spes_swarm.base.user_paths import replace_file
 from spes_swarm.protocol.rounds.track_record import Memory
 
 _LOGGER = logging.getLogger(__name__)
-_MAX_BYTES = 64 << 20  # 4,096 peers of whose work nothing is missing take 2.3 MiB
+_MAX_BYTES = 64 << 20  # 4,096 peers of whose work nothing is missing take 4 MiB
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.taking_back import Previous
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 from tests.helpers.hosts import MEMBERS, Host, hosts
-from tests.helpers.rounds import KEY, RUN_ID, UNBOUNDED, form, peer, small_layout
+from tests.helpers.rounds import BOUNDED, KEY, RUN_ID, UNBOUNDED, form, peer, small_layout
 
 LAYOUT = small_layout()
 STALL_S = 8.0  # a member that shows nothing is asked again after a quarter of it
@@ -57,11 +57,17 @@ class Auditor:
 
 
 def exchanged(
-    num_members: int = 4, *, lying: bool = True, keeping: bool = True, clients: Collection[int] = ()
+    num_members: int = 4,
+    *,
+    lying: bool = True,
+    keeping: bool = True,
+    clients: Collection[int] = (),
+    opposing: int | None = None,
 ) -> list[RoundState]:
     """A committed exchange; the first member may lie, and the fourth may keep nothing of it.
 
-    `clients`: members that others cannot reach.
+    `clients`: members that others cannot reach. `opposing`: whoever contributes the opposite, while all others
+    contribute the same.
     """
     rng = np.random.default_rng(0)
     initial_N = np.zeros(LAYOUT.num_elements, np.float32)
@@ -69,13 +75,16 @@ def exchanged(
         peer(LAYOUT, initial_N, range(4), previous=kept(keeping or i != SILENT), reachable=i not in clients)
         for i in range(num_members)
     ]
-    for who in members:
-        who.live_N += rng.normal(0, 1, LAYOUT.num_elements).astype(np.float32)
+    work_N = rng.normal(0, 1, LAYOUT.num_elements)
+    for i, who in enumerate(members):
+        own_N = rng.normal(0, 1, LAYOUT.num_elements)
+        who.live_N += (own_N if opposing is None else -work_N if i == opposing else work_N).astype(np.float32)
     group = form(members, 3)
-    plan = make_plan(group, LAYOUT, 64)
+    plan = make_plan(group, LAYOUT, 64, clip=0.0 if opposing is None else 1.5)
+    bounds = UNBOUNDED if opposing is None else BOUNDED
     states = [
         (Liar if lying and i == LIAR else RoundState)(
-            group, plan, i, m.reference, m.live_N, get_codec("fp16"), UNBOUNDED, KEY, TrackRecords(), None, m.previous
+            group, plan, i, m.reference, m.live_N, get_codec("fp16"), bounds, KEY, TrackRecords(), None, m.previous
         )
         for i, m in enumerate(members)
     ]

@@ -183,6 +183,37 @@ def test_after_a_return_the_members_share_out_all_parts(monkeypatch: pytest.Monk
     run(test)
 
 
+def test_auditors_see_who_opposes_the_others_unless_the_round_is_taken_back() -> None:
+    """Also in parts that others reduce: there may be members that reduce no part of the shared layers."""
+    states = exchanged(lying=False, opposing=2)
+
+    async def test() -> None:
+        async with auditors(states) as members:
+            begin(members)
+            for each in members:
+                await each.done()
+                records = {peer_id: list(r.opposition) for peer_id, r in each.state.tracks.conduct.known.items()}
+                if each.state.me == 2:
+                    assert not any(records.values())  # most others are against it, so it does not judge
+                    continue
+                shared = [part for part in each.state.plan.parts if part.block == 0 and part.reducer != each.state.me]
+                large = sum(part.size == 64 for part in shared)  # eight values say nothing
+                for i, peer_id in enumerate(each.state.averaging.peer_ids):
+                    if i != each.state.me:
+                        ((number, total, parts),) = records[peer_id]
+                        assert (number, parts) == (3, len(shared))
+                        assert total == pytest.approx(large if i == 2 else 0, abs=0.01)
+                each.audits.end(keep=True)
+                plan = replace(each.state.plan, taken_back=Return(3, b"", frozenset(), frozenset(range(4))))
+                later: Any = SimpleNamespace(plan=plan, group=each.state.group, me=each.state.me)
+                each.audits.begin(later)
+                await each.done()
+                for peer_id, before in records.items():
+                    assert list(each.state.tracks.conduct.known[peer_id].opposition) == before
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("hello", "why"),
     [

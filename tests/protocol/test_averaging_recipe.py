@@ -109,9 +109,10 @@ def test_no_mutation_of_a_recipe_raises_another_error_or_has_its_digest() -> Non
 def test_without_clipping_it_is_the_weighted_mean(num_members: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     values_MN, weights_M = rng.standard_normal((num_members, 33)), rng.uniform(0.1, 3, num_members)
-    mean_N, left = mean(list(values_MN.astype(np.float32)), weights_M.tolist(), math.inf, 1.0)
+    mean_N, agreement = mean(list(values_MN.astype(np.float32)), weights_M.tolist(), math.inf, 1.0)
     np.testing.assert_allclose(mean_N, np.average(values_MN, axis=0, weights=weights_M), rtol=1e-5, atol=1e-6)
-    assert left == [1.0] * num_members
+    assert agreement.factors_M.tolist() == [1.0] * num_members
+    assert agreement.opposition(0) is None  # nothing is compared
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,7 @@ def test_the_mean_of_honest_contributions_is_left_as_it_is(
     differences_MN = contributions(seed, num_honest, common=common, own=math.sqrt(1 - common**2) + 0.01)
     agreement = Agreement.of(differences_MN, weights[:num_honest], 0.0)
     assert (agreement.factors_M == 1).all()
+    assert max(max(agreement.opposition(own) or [0.0]) for own in range(num_honest)) < 0.1
     expected_N = np.average(differences_MN, axis=0, weights=weights[:num_honest])
     np.testing.assert_allclose(agreement.coefficients_M @ differences_MN, expected_N, atol=1e-5)
 
@@ -252,6 +253,62 @@ def test_rows_that_only_one_member_has_touched_are_learnt() -> None:
     agreement = Agreement.of(differences_MN, [1.0] * 4, FREE_DEVIATION * 0.01)
     assert (agreement.factors_M == 1).all()
     np.testing.assert_allclose(agreement.coefficients_M @ differences_MN, differences_MN.mean(axis=0), rtol=1e-5)
+
+
+def opposition(differences_MN: np.ndarray) -> list[list[float] | None]:
+    """What each member finds."""
+    weights = np.random.default_rng(0).uniform(0.5, 2, len(differences_MN)).tolist()
+    agreement = Agreement.of(differences_MN.astype(np.float32), weights, 0.0)
+    return [agreement.opposition(own) for own in range(len(weights))]
+
+
+@pytest.mark.parametrize(("num_honest", "num_hostile"), [(2, 1), (3, 1), (3, 2), (4, 1), (6, 2), (5, 4)])
+@pytest.mark.parametrize("common", [0.5, 0.9])
+def test_the_opposite_of_one_s_work_opposes_the_others(num_honest: int, num_hostile: int, common: float) -> None:
+    """Cosines of honest members are 0.25 and 0.81. Lengths and weights make no difference."""
+    work_MN = contributions(3, num_honest + num_hostile, common=common, own=math.sqrt(1 - common**2))
+    work_MN[num_honest:] *= -3
+    work_MN[0] *= 5
+    for found in opposition(work_MN)[:num_honest]:
+        assert found is not None
+        assert found[:num_honest] == [0.0] * num_honest
+        assert min(found[num_honest:]) > 0.8
+    assert opposition(work_MN)[num_honest:] == [None] * num_hostile
+
+
+@pytest.mark.parametrize("num_members", [2, 4, 6])
+def test_of_two_halves_none_opposes_the_other(num_members: int) -> None:
+    work_MN = contributions(3, num_members, common=0.9, own=0.4)
+    work_MN[num_members // 2 :] *= -1
+    assert all(found is None or max(found) == 0 for found in opposition(work_MN))
+
+
+def test_where_members_hardly_agree_none_opposes_the_others() -> None:
+    """With 4,096 values cosines scatter by 0.016; the usual one is 0.04 and then 0.25."""
+    for common, expected in ((0.2, 0.0), (0.5, 1.0)):
+        work_MN = contributions(8, 5, common=common, own=math.sqrt(1 - common**2))
+        work_MN[4] = -work_MN[:4].sum(axis=0)
+        assert opposition(work_MN)[:4] == [[0.0] * 4 + [expected]] * 4
+
+
+@pytest.mark.parametrize("size", [0.0, 1.0, 30.0])
+def test_noise_or_nothing_opposes_nobody(size: float) -> None:
+    work_MN = contributions(9, 5, common=0.7, own=0.7)
+    work_MN[4] = size * np.random.default_rng(2).normal(size=work_MN.shape[1])
+    assert max(max(found) for found in opposition(work_MN)[:4] if found is not None) < 0.1
+
+
+def test_it_takes_more_than_to_be_against_most_others() -> None:
+    """Cosines of a, b and v are 0.5, 0.05 and -0.3; two hostile members side with a and b, against v."""
+    cosine_MM = np.array(
+        [[1, 0.5, 0.05, 0.6, 0.6], [0.5, 1, -0.3, 0.6, 0.6], [0.05, -0.3, 1, -0.6, -0.6]] + [[0.6, 0.6, -0.6, 1, 1]] * 2
+    )
+    work_MN = np.linalg.cholesky(cosine_MM + 1e-6 * np.eye(5)) @ np.random.default_rng(3).normal(size=(5, 1 << 16))
+    found = opposition(work_MN)
+    assert found[0] is not None
+    assert found[0][2] == 0  # what points with its own work does not oppose it
+    assert found[1] is not None
+    assert found[1][2] == pytest.approx(0.5, abs=0.05)
 
 
 @pytest.mark.parametrize("scale_by", [1e-38, 1e-20, 1.0, 1e30])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -257,7 +257,7 @@ def test_half_of_those_that_reduced_in_a_harmful_commit_rest_for_a_while() -> No
     members = [among(), among(("x",))]  # what else they know makes no difference
     for conduct in members:
         conduct.note_commit(OTHERS)
-        conduct.note_return(10, b"group")
+        conduct.note_return(10, b"group", 9)
     resting = members[0].resting(11)
     assert len(resting) == 2
     assert members[1].resting(11) == resting
@@ -272,7 +272,7 @@ def test_a_return_does_not_end_a_rest_that_was_earned_otherwise() -> None:
         exchange(conduct, number, in_time(), in_time(a=9.0))
     assert conduct.resting(10) == {"a"}
     conduct.note_commit("bcd")
-    conduct.note_return(4, b"group")
+    conduct.note_return(4, b"group", 3)
     assert "a" in conduct.resting(10)
     assert len(conduct.resting(10)) == 3
 
@@ -291,7 +291,7 @@ def test_liars_soon_reduce_nothing(number: int, liars: int, useful: float) -> No
             conduct.note_commit(reducers)
             at += 1
             if reducers & hostile:
-                conduct.note_return(at, b"group %d" % at)
+                conduct.note_return(at, b"group %d" % at, at - 1)
                 at += 1
             else:
                 stood += 1
@@ -392,3 +392,110 @@ def test_who_had_no_such_commit_yet_hides_after_nine_rounds() -> None:
         assert not conduct.hides("d", number)
         conduct.note_silence("d", number, b"")
     assert conduct.hides("d", 9)
+
+
+# Opposing the others.
+
+
+def opposing(conduct: Conduct, rounds: Iterable[int], found: Sequence[float] = (1.0,) * 4) -> None:
+    """Notes the opposition that was found in the parts of these rounds."""
+    for number in rounds:
+        conduct.note_opposition("d", number, found)
+
+
+def test_a_peer_that_opposes_the_others_in_four_rounds_is_doubted_and_ignored_for_64() -> None:
+    conduct = among()
+    opposing(conduct, (1, 2, 3, 4))
+    assert conduct.ignored(5) == set()  # that of round 4 may still be taken back
+    assert conduct.doubts("d", 5) == ()
+    opposing(conduct, [5], found=[])
+    assert conduct.doubts("d", 6) == ("opposition",)
+    assert [number for number in range(6, 200) if conduct.ignored(number) == {"d"}] == list(range(6, 70))
+    assert not conduct.opposes("a", 6)
+    assert not conduct.opposes("somebody", 6)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "found", "opposes"),
+    [
+        (3, [1.0] * 50, False),  # however many parts
+        (15, [1.0], False),  # fewer than sixteen parts
+        (16, [1.0], True),
+        (100, [0.5] * 4, False),
+        (100, [1.0, 1.0, 0.1, 0.0], True),
+        (100, [1.0, 1.0, 0.0, 0.0], False),
+        (100, [], False),
+    ],
+)
+def test_opposition_counts_on_average_over_many_parts(rounds: int, found: list[float], opposes: bool) -> None:
+    conduct = among()
+    opposing(conduct, range(1, 1 + rounds), found)
+    opposing(conduct, [1 + rounds], found=[])
+    assert conduct.opposes("d", rounds + 2) == opposes
+
+
+def test_what_audits_of_a_round_find_counts_with_what_was_reduced_in_it() -> None:
+    conduct = among()
+    for number in range(1, 5):
+        for _ in range(4):
+            opposing(conduct, [number], [1.0])
+            assert not conduct.opposes("d", number + 1)
+    opposing(conduct, [5], [1.0])
+    assert conduct.opposes("d", 6)
+
+
+def test_only_the_last_sixteen_rounds_count() -> None:
+    conduct = among()
+    opposing(conduct, (1, 2, 3, 16, 18))
+    assert not conduct.opposes("d", 19)
+    conduct = among()
+    opposing(conduct, (1, 2, 3, 16, 17))
+    assert conduct.opposes("d", 18)
+
+
+def test_a_commit_that_is_taken_back_says_nothing_about_opposition() -> None:
+    conduct = among()
+    opposing(conduct, (1, 2, 3, 4))
+    conduct.note_return(5, b"group", 4)
+    opposing(conduct, [6])
+    assert not conduct.opposes("d", 7)
+    opposing(conduct, [7])
+    assert conduct.opposes("d", 8)
+
+
+def test_a_peer_that_goes_back_to_an_older_round_forgets_what_it_saw_later() -> None:
+    conduct = among()
+    opposing(conduct, range(100, 104))
+    opposing(conduct, range(40, 43))
+    assert not conduct.opposes("d", 43)
+    conduct = among()
+    opposing(conduct, range(100, 105))
+    assert conduct.opposes("d", 105)
+    assert not conduct.opposes("d", 41)
+
+
+def test_opposition_is_remembered_and_moves_with_the_rounds() -> None:
+    conduct, recalled = among(), among()
+    opposing(conduct, (1, 2, 3, 4))
+    recalled.recall(conduct.known, 4)
+    opposing(recalled, [5])
+    assert recalled.opposes("d", 6)
+    recalled.recall(conduct.known, 3)  # that of round 4 came after the last commit
+    opposing(recalled, [5])
+    assert not recalled.opposes("d", 6)
+    opposing(conduct, [5])
+    recalled.recall(conduct.known, 5)
+    recalled.move(100)
+    assert [number for number in range(106, 300) if recalled.opposes("d", number)] == list(range(106, 170))
+
+
+def test_the_graver_of_many_reasons_come_first() -> None:
+    """A peer's record has room for two."""
+    conduct = among()
+    for number in (1, 2, 3):
+        conduct.begin(OTHERS)
+        conduct.note_fault("d", "clipped")
+        exchange(conduct, number, in_time())
+    opposing(conduct, (1, 2, 3, 4, 5))
+    silent(conduct, (1, 2, 3))
+    assert conduct.doubts("d", 6) == ("audit", "opposition", "clipped")

@@ -231,19 +231,19 @@ def test_who_claims_more_than_the_limit_gets_no_more(fixed: bool) -> None:
     assert outcome["b"] == (2, 3)
 
 
-def hiding(*others: dict[str, object]) -> list[Member]:
-    """Members a to d with an expert each, where the others say that d hides its work."""
-    said = {name: vouchers({}, set("abcd") - {name}, doubted={"d"} - {name}, hiding={"d"} - {name}) for name in "abcd"}
+def ignoring(*others: dict[str, object]) -> list[Member]:
+    """Members a to d with an expert each, where the others say that the work of d should not count."""
+    said = {name: vouchers({}, set("abcd") - {name}, doubted={"d"} - {name}, ignored={"d"} - {name}) for name in "abcd"}
     return [
         member(name, LAYOUT, held=[i], vouched=said[name], **({"room": 1} | fields))
         for i, (name, fields) in enumerate(zip("abcd", others, strict=True))
     ]
 
 
-def test_the_experts_of_a_member_that_hides_go_to_others() -> None:
-    assert decided(*hiding({"room": 2}, {}, {}, {"fixed": True})) == {"a": (0, 3), "b": (1,), "c": (2,), "d": ()}
-    assert decided(*hiding({"room": 2}, {"room": 4}, {}, {"room": 4}))["d"] == ()
-    assert decided(*hiding({}, {}, {}, {"room": 4}))["d"] == ()  # nobody has room for it: it waits for its turn
+def test_the_experts_of_a_member_that_is_ignored_go_to_others() -> None:
+    assert decided(*ignoring({"room": 2}, {}, {}, {"fixed": True})) == {"a": (0, 3), "b": (1,), "c": (2,), "d": ()}
+    assert decided(*ignoring({"room": 2}, {"room": 4}, {}, {"room": 4}))["d"] == ()
+    assert decided(*ignoring({}, {}, {}, {"room": 4}))["d"] == ()  # nobody has room for it: it waits for its turn
 
 
 def test_who_has_named_experts_and_lost_them_gets_others() -> None:
@@ -252,6 +252,6 @@ def test_who_has_named_experts_and_lost_them_gets_others() -> None:
 
 
 def test_a_member_without_duty_loses_experts_but_gives_no_moments() -> None:
-    formed, plan = planned(*hiding({"room": 2}, {}, {}, {}))
+    formed, plan = planned(*ignoring({"room": 2}, {}, {}, {}))
     assert leases("d", (3,)).after_commit(formed, plan) == ExpertChange((), lost={3: ()})
     assert leases("a", (0,)).after_commit(formed, plan) == ExpertChange((0, 3), gained={3: ()})

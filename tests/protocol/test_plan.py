@@ -602,8 +602,8 @@ def test_limits_hold_together(
         assert shares[0] == pytest.approx(shares[3])
 
 
-def test_the_work_of_a_member_that_hides_does_not_count() -> None:
-    """Three of four say that d hides. Otherwise it would decide limits and the weight of expert 0."""
+def test_the_work_of_a_member_that_most_ignore_does_not_count() -> None:
+    """Three of four say so of d. Otherwise it would decide limits and the weight of expert 0."""
     layout = small_layout(3, shared=20_000)
     held = {"a": [0], "b": [0], "c": [1], "d": [0, 2]}
     members = [
@@ -613,12 +613,12 @@ def test_the_work_of_a_member_that_hides_does_not_count() -> None:
             held=held[name],
             tokens=10**9 if name == "d" else 100,
             routed=[10**9 if name == "d" else 50] * len(held[name]),
-            vouched=vouchers({}, set("abcd") - {name}, doubted={"d"} - {name}, hiding={"d"} - {name}),
+            vouched=vouchers({}, set("abcd") - {name}, doubted={"d"} - {name}, ignored={"d"} - {name}),
         )
         for name in "abcd"
     ]
     plan = plan_of(layout, *members)
-    assert plan.hiding == plan.without_duty == {3}
+    assert plan.ignored == plan.without_duty == {3}
     assert {i: c.weight for i, c in contributors(plan, SHARED_BLOCK).items()} == {0: 100, 1: 100, 2: 100}
     assert {i: c.weight for i, c in contributors(plan, 1).items()} == {0: 50, 1: 50}
     assert 3 not in plan.blocks  # of an expert that it alone holds, nothing changes
@@ -629,7 +629,7 @@ def test_the_work_of_a_member_that_hides_does_not_count() -> None:
         for m in members
     ]
     plan = plan_of(layout, *noticed_by_one)
-    assert plan.hiding == frozenset()
+    assert plan.ignored == frozenset()
     assert contributors(plan, SHARED_BLOCK).keys() == {0, 1, 2, 3}
 
 

@@ -119,7 +119,7 @@ def test_whom_most_doubted_has_no_duty_after_all_have_restarted(others_held: int
             tracks.conduct.note_silence("hostile1", number, b"key", {"honest1"})
     records = {peer: restarted(tracks, first) for peer, tracks in records.items()}
     assert without_duty(IDS, statements(records, first)) == {*HOSTILE}
-    assert all(tracks.conduct.hiding(first) == {"hostile1"} for tracks in records.values())
+    assert all(tracks.conduct.ignored(first) == {"hostile1"} for tracks in records.values())
 
 
 def test_who_is_established_and_what_is_usual_are_remembered() -> None:

@@ -15,7 +15,7 @@ from spes_swarm.protocol.rounds.vouchers import (
     MAX_VOUCHED,
     VOUCHER_BYTES,
     granted_ratios,
-    hiding,
+    ignored,
     may_reduce,
     measured_rates,
     newcomers,
@@ -323,16 +323,16 @@ def test_who_rests_keeps_its_vote() -> None:
 
 
 @given(st.integers(2, 9), st.data())
-def test_more_than_half_of_the_others_and_at_least_two_say_whose_work_is_hidden(
+def test_more_than_half_of_the_others_and_at_least_two_say_whose_work_does_not_count(
     count: int, data: st.DataObject
 ) -> None:
     ids = [f"peer{i}" for i in range(count)]
     noticed = data.draw(st.sets(st.integers(1, count - 1)))
     said = [
-        vouchers({}, set(ids) - {own}, doubted=set(ids) - {own}, hiding={ids[0]} if i in noticed else ())
+        vouchers({}, set(ids) - {own}, doubted=set(ids) - {own}, ignored={ids[0]} if i in noticed else ())
         for i, own in enumerate(ids)
     ]
-    assert hiding(ids, said) == ({ids[0]} if len(noticed) >= 2 and len(noticed) > (count - 1) / 2 else set())
+    assert ignored(ids, said) == ({ids[0]} if len(noticed) >= 2 and len(noticed) > (count - 1) / 2 else set())
 
 
 def is_established(tracks: TrackRecords, round_number: int) -> bool:
@@ -369,7 +369,7 @@ def test_who_is_new_is_what_most_of_all_others_say(num_known: int, num_new: int,
 
 
 @given(st.data())
-def test_a_minority_makes_nobody_new_and_no_work_hidden(data: st.DataObject) -> None:
+def test_a_minority_makes_nobody_new_and_no_work_ignored(data: st.DataObject) -> None:
     """Whomever they vouch for, and whoever of the others has restarted and so vouches for nobody."""
     num_honest = data.draw(st.integers(3, 10))
     hostile = [f"hostile{i}" for i in range(data.draw(st.integers(0, num_honest - 1)))]
@@ -385,10 +385,10 @@ def test_a_minority_makes_nobody_new_and_no_work_hidden(data: st.DataObject) -> 
     for own in hostile:
         victims = {*honest_ids} - friends
         trusted = friends - {own}
-        said.append(vouchers({}, trusted, doubted=victims, hiding=victims, established=trusted))
+        said.append(vouchers({}, trusted, doubted=victims, ignored=victims, established=trusted))
     ids = honest_ids + hostile
     assert not newcomers(ids, said).intersection(honest_ids)
-    assert not hiding(ids, said).intersection(honest_ids)
+    assert not ignored(ids, said).intersection(honest_ids)
 
 
 @given(st.integers(3, 12), st.data())
@@ -407,15 +407,15 @@ def test_a_full_list_says_nothing_about_those_that_it_does_not_name() -> None:
     assert newcomers(ids, [vouchers({}, set(ids) - {own}, 7, established=set(ids) - {own}) for own in ids]) == set()
 
 
-def test_silent_strangers_can_only_keep_hidden_work_in() -> None:
+def test_silent_strangers_can_only_keep_such_work_in() -> None:
     ids = ["hiding", "a", "b", "c"]
-    said = [b"", *(vouchers({}, set(ids) - {own}, doubted={"hiding"}, hiding={"hiding"}) for own in "abc")]
-    assert hiding(ids, said) == {"hiding"}
-    assert hiding([*ids, "s1", "s2"], [*said, b"", b""]) == {"hiding"}
-    assert hiding([*ids, "s1", "s2", "s3"], [*said, b"", b"", b""]) == set()
+    said = [b"", *(vouchers({}, set(ids) - {own}, doubted={"hiding"}, ignored={"hiding"}) for own in "abc")]
+    assert ignored(ids, said) == {"hiding"}
+    assert ignored([*ids, "s1", "s2"], [*said, b"", b""]) == {"hiding"}
+    assert ignored([*ids, "s1", "s2", "s3"], [*said, b"", b"", b""]) == set()
 
 
-def test_what_is_hidden_is_what_the_conduct_of_a_peer_says() -> None:
+def test_what_is_ignored_is_what_the_conduct_of_a_peer_says() -> None:
     tracks = TrackRecords()
     tracks.committed(1, [("a", 1.0)], [], delivered={"a"})
     for number in (2, 3, 4):

@@ -31,17 +31,25 @@ def memory() -> Memory:
             passed_s=9.0,
         )
         conduct.note_stall("b", number)
+        conduct.note_opposition("b", number, [0.5] * 4)
         conduct.note_silence("b", number, bytes(range(240, 256)), {"a", "c"})
         tracks.committed(number, [("a", 3.0), ("b", 1.0)], ["a"], (0.1, 0.2), delivered=["a"], failed=["b"])
         tracks.note_agreement("a", 0.1)
         conduct.note_commit(["a", "b"])
-    conduct.note_return(6, b"group")
+    conduct.note_return(6, b"group", 5)
     return tracks.memory
 
 
 def test_nothing_is_lost(memory: Memory, tmp_path: Path) -> None:
     record, conduct = memory.tracks["a"], memory.conduct["b"]
-    for something in (conduct.late, conduct.rates, conduct.late_results, conduct.failed, conduct.stalled):
+    for something in (
+        conduct.late,
+        conduct.rates,
+        conduct.late_results,
+        conduct.failed,
+        conduct.stalled,
+        conduct.opposition,
+    ):
         assert something
     assert record.claimed
     assert conduct.silences

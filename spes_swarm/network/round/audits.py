@@ -67,6 +67,7 @@ class Audits:
         self._stall_s = run.run.round.stall_timeout_s
         self._silence = Silence(run, self._fetch)
         self._state: RoundState | None = None  # of the last commit that was not a return
+        self._is_returned = False  # the last round has taken it back
         self._begun = Changes()  # notified when audits of a commit begin
         self._served: Counter[str] = Counter()  # parts of it, by member
         self._task: asyncio.Task[None] | None = None
@@ -91,6 +92,7 @@ class Audits:
     def begin(self, committed: RoundState) -> None:
         """Begins the audits of a commit, or of the one that it has taken back."""
         taken_back = committed.plan.taken_back
+        self._is_returned = taken_back is not None
         if taken_back is None:
             state = self._state = committed
             chosen = self._draw(state)
@@ -224,6 +226,10 @@ class Audits:
         with suppress(ProtocolError):  # nothing follows
             if (lie := await asyncio.to_thread(claim.wrong_result)) is not None:
                 self.proofs.add_soon(lie)
+        if not self._is_returned:
+            for member, found in claim.opposition.items():
+                peer_id = claim.state.averaging.peer_ids[member]
+                self._run.tracks.conduct.note_opposition(peer_id, claim.state.plan.round, [found])
 
     # Being audited.
 

@@ -11,11 +11,12 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.protocol.averaging import proof
 from spes_swarm.protocol.averaging.commitments import CONTRIBUTION, Commitment, Opening
 from spes_swarm.protocol.averaging.proof import SignedContribution
-from spes_swarm.protocol.averaging.recipe import Recipe, fault_of
+from spes_swarm.protocol.averaging.recipe import Recipe, judge
 from spes_swarm.protocol.averaging.signed_result import Head, SignedResult, contribution_leaf
 from spes_swarm.protocol.rounds.frames import Frame
 from spes_swarm.protocol.rounds.outcome import Result
 from spes_swarm.protocol.rounds.plan import Form, Part
+from spes_swarm.protocol.rounds.reducing import opposition
 from spes_swarm.protocol.rounds.round_state import RoundState
 
 
@@ -30,6 +31,7 @@ class Claim:
     payload: bytes
     signed: SignedResult
     contributions: dict[int, SignedContribution] = field(default_factory=dict)
+    opposition: dict[int, float] = field(default_factory=dict)  # of its contributors, once `wrong_result` has judged it
 
     @classmethod
     def of(cls, state: RoundState, index: int) -> Claim:
@@ -82,7 +84,10 @@ class Claim:
             ProtocolError: nothing follows from the contributions, or the proof would be too long.
         """
         contributions = [self.contributions[member] for member in self.members]
-        if fault_of(self.recipe, self.payload, [each.payload for each in contributions]) is None:
+        fault, agreement = judge(self.recipe, self.payload, [each.payload for each in contributions])
+        if agreement is not None:
+            self.opposition = opposition(self.part, self.members, agreement, self.state.me)
+        if fault is None:
             return None
         reducer = self.state.group.members[self.part.reducer].credentials
         return proof.wrong_result(

@@ -58,7 +58,7 @@ class SyncRounds:
         self._codec = get_codec(run.round.codec)
         self._last_round = ScheduleEnd(run).last_round  # which no other round could follow to complete the work
         self._result_codec = get_codec(run.round.codec_of_results)
-        self._hidden: set[str] = set()  # members whose work did not count in the last commit
+        self._ignored: set[str] = set()  # members whose work did not count in the last commit
         self.lasting_records = LastingRecords(state.run_id, state.tracks, state.settings.track_records)
         self._bounds = Bounds.of(run.round.clip, run.round.max_update_rms)
         self._make_plan = partial(
@@ -194,7 +194,7 @@ class SyncRounds:
         if taken_back is None:
             delivered = {ids[i] for result in books.results.values() for i in result.included}
             idle = {m.peer_id for m in group.members if m.statement.tokens} - delivered
-            idle -= {ids[i] for i in books.plan.hiding}  # nothing was asked of them
+            idle -= {ids[i] for i in books.plan.ignored}  # nothing was asked of them
             standing = run.roster.standing
             owing = {peer for peer in books.failed_reducers() | idle if not standing.is_member(peer)}
             standing.exchanged(delivered, owing - {run.identity.peer_id})
@@ -204,7 +204,7 @@ class SyncRounds:
         else:  # nobody has contributed, so nobody becomes a member by it
             run.roster.committed(list(filter(run.roster.standing.is_member, ids)), absent)
             run.tracks.reducers_failed(group.round, books.failed_reducers())
-            run.tracks.conduct.note_return(group.round, group.id)
+            run.tracks.conduct.note_return(group.round, group.id, taken_back.round)
             _LOGGER.info("most members' loss has risen: round %d is taken back", taken_back.round)
         self._note_duties(group, books.plan)
         said = {member.peer_id: member.statement.proven for member in group.members}
@@ -224,11 +224,12 @@ class SyncRounds:
         absent = [view.peer_id for view in self.run_state.roster.present() if view.peer_id not in ids]
         now = without_duty(ids, vouched, absent)
         standing.without_duty = {peer_id: before.get(peer_id, plan.round) for peer_id in sorted(now)}
-        hidden, self._hidden = self._hidden, {ids[i] for i in plan.hiding}
-        for peer_id in (now - before.keys()) | (self._hidden - hidden):
+        ignored, self._ignored = self._ignored, {ids[i] for i in plan.ignored}
+        for peer_id in (now - before.keys()) | (self._ignored - ignored):
             own = ", ".join(tracks.conduct.doubts(peer_id, plan.round)) or "nothing"
-            hides = ", and its work does not count, since it hides it from auditors" if peer_id in self._hidden else ""
-            what = f"most members doubt it: it reduces nothing and leads no round{hides} (faults seen here: {own})"
+            what = f"most members doubt it: it reduces nothing and leads no round (faults seen here: {own})"
+            if peer_id in self._ignored:
+                what += "; its work does not count: it is hidden from auditors, or usually against that of the others"
             self.exchange.on_fault(peer_id, ProtocolError("duty", what))
         for peer_id in before.keys() - now - set(tracks.conduct.exclusions.culprits):
             _LOGGER.info("%s has its duties again", peer_id)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median_low
+from statistics import median_high, median_low
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,9 @@ _WEISZFELD_STEPS = 8
 # compared, is bounded below, relative to the contributions.
 _LEAST_CENTRE = 1e-4
 _LEAST_DEVIATION = 1e-6
+# Members agree if the usual cosine between two of them is larger than this, and so many times larger than chance, which
+# is about 1 / sqrt(N). From there to twice as much, opposition counts by degrees.
+_AGREED, _BEYOND_CHANCE = 0.02, 4.0
 _CHUNK = 1 << 16  # elements that are converted to fp64 at a time
 
 
@@ -40,6 +43,8 @@ class Agreement:
     # The result is the linear combination of the contributions with these coefficients.
     coefficients_M: NDArray[np.float64]
     factors_M: NDArray[np.float64]  # the share of each member's deviation that is left; 1 if nothing was shortened
+    cosine_MM: NDArray[np.float64]  # between contributions; none are compared if there are fewer than MIN_TO_AGREE
+    num_elements: int
 
     @classmethod
     def of(
@@ -61,10 +66,10 @@ class Agreement:
         weights /= weights.sum()
         ones_M = np.ones(num_members)
         if num_members < MIN_TO_AGREE:
-            return cls(weights, ones_M)
+            return cls(weights, ones_M, np.eye(num_members), num_elements)
         gram_MM = _gram(differences_MN)
         if not gram_MM.any():
-            return cls(weights, ones_M)
+            return cls(weights, ones_M, np.eye(num_members), num_elements)
         centre_M = _geometric_median(gram_MM)
         centre_energy = max(0.0, float(centre_M @ gram_MM @ centre_M))
         divisor = centre_energy + _LEAST_CENTRE**2 * median_low(np.diag(gram_MM).tolist())
@@ -83,7 +88,32 @@ class Agreement:
         factors_M[aside_M] = allowed * stretch / beyond_M[aside_M]
         kept_M = np.minimum(along_M, stretch + (length_M - stretch) * factors_M)
         coefficients_M = weights * factors_M + (weights @ (kept_M - factors_M * along_M)) * centre_M
-        return cls(coefficients_M, factors_M)
+        return cls(coefficients_M, factors_M, _cosines(gram_MM), num_elements)
+
+    @classmethod
+    def unbounded(cls, weights_M: Sequence[float], num_elements: int) -> Agreement:
+        """The weighted mean of any contributions."""
+        weights = np.asarray(weights_M, dtype=np.float64)
+        return cls(weights / weights.sum(), np.ones(len(weights)), np.eye(len(weights)), num_elements)
+
+    def opposition(self, own: int) -> list[float] | None:
+        """How far each contribution points against those of most others, as the member with contribution `own` sees it.
+
+        1 is as far as contributions usually point in the same direction; where they do not clearly do so, all get 0.
+        None if its own one agrees with less than half of the others: then these may be the ones to be opposed.
+        """
+        if len(self.cosine_MM) < MIN_TO_AGREE:
+            return None
+        with_others_M = [median_high(row[:i] + row[i + 1 :]) for i, row in enumerate(self.cosine_MM.tolist())]
+        usual = median_low(with_others_M)
+        agreed = max(_AGREED, _BEYOND_CHANCE / math.sqrt(self.num_elements))
+        if with_others_M[own] <= 0:
+            return None
+        if usual <= agreed:
+            return [0.0] * len(with_others_M)
+        against_M = -np.maximum(with_others_M, self.cosine_MM[own])  # those that point with its own one oppose nobody
+        found: list[float] = (min(1.0, usual / agreed - 1) * np.clip(against_M / usual, 0, 1)).tolist()
+        return found
 
 
 def _gram(differences_MN: FloatArray) -> NDArray[np.float64]:
@@ -103,6 +133,13 @@ def _distances_squared(
     dots_M = gram_MM @ centre_M
     result: NDArray[np.float64] = np.diag(gram_MM) - 2 * along_M * dots_M + along_M**2 * float(centre_M @ dots_M)
     return result
+
+
+def _cosines(gram_MM: NDArray[np.float64]) -> NDArray[np.float64]:
+    length_M = np.sqrt(np.diag(gram_MM))
+    length_M[length_M == 0] = 1
+    cosine_MM: NDArray[np.float64] = gram_MM / length_M / length_M[:, None]
+    return cosine_MM
 
 
 def _geometric_median(gram_MM: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -120,24 +120,18 @@ def _is_plausible(recipe: Recipe) -> bool:
 
 def mean(
     differences: Sequence[FloatArray], weights: Sequence[float], free_rms: float, stretch: float
-) -> tuple[FloatArray, list[float]]:
-    """The weighted mean (N,) of M differences (N,), with deviations from the common direction clipped.
-
-    Returns:
-        The mean, and the share of each member's deviation that is left.
-    """
-    coefficients, factors = _coefficients(differences, weights, free_rms, stretch)
-    return _combined(coefficients, differences), factors
+) -> tuple[FloatArray, Agreement]:
+    """The weighted mean (N,) of M differences (N,), with deviations from the common direction clipped."""
+    agreement = _agreement(differences, weights, free_rms, stretch)
+    return _combined(agreement.coefficients_M.tolist(), differences), agreement
 
 
-def _coefficients(
+def _agreement(
     differences: Sequence[FloatArray], weights: Sequence[float], free_rms: float, stretch: float
-) -> tuple[list[float], list[float]]:
+) -> Agreement:
     if math.isfinite(free_rms):
-        agreement = Agreement.of(np.stack(differences), list(weights), free_rms, stretch)
-        return agreement.coefficients_M.tolist(), agreement.factors_M.tolist()
-    weights_M = np.asarray(weights, dtype=np.float64)
-    return (weights_M / weights_M.sum()).tolist(), [1.0] * len(differences)
+        return Agreement.of(np.stack(differences), list(weights), free_rms, stretch)
+    return Agreement.unbounded(weights, len(differences[0]))
 
 
 def _combined(coefficients: Sequence[float], differences: Sequence[FloatArray]) -> FloatArray:
@@ -150,6 +144,15 @@ def _combined(coefficients: Sequence[float], differences: Sequence[FloatArray]) 
 def fault_of(recipe: Recipe, result: bytes, contributions: Sequence[bytes]) -> str | None:
     """What is wrong with a result, given its contributions in the order of the recipe's shares; None if nothing is.
 
+    Raises:
+        ProtocolError: see `judge`.
+    """
+    return judge(recipe, result, contributions)[0]
+
+
+def judge(recipe: Recipe, result: bytes, contributions: Sequence[bytes]) -> tuple[str | None, Agreement | None]:
+    """What `fault_of` returns, and how the contributions agree; None if one of them makes the result faulty.
+
     All are encoded. A result is right if it is as near to the mean as its codec can be: to be near to what another
     machine encodes would not do, since a coarse codec rounds equal values apart if they differ in their last bits.
 
@@ -160,22 +163,23 @@ def fault_of(recipe: Recipe, result: bytes, contributions: Sequence[bytes]) -> s
     if any(share.full for share in recipe.shares):
         raise ProtocolError("form", "a contribution is not a difference")
     with np.errstate(all="ignore"):
-        return _fault_of(recipe, result, contributions)
+        return _judge(recipe, result, contributions)
 
 
-def _fault_of(recipe: Recipe, result: bytes, contributions: Sequence[bytes]) -> str | None:
+def _judge(recipe: Recipe, result: bytes, contributions: Sequence[bytes]) -> tuple[str | None, Agreement | None]:
     codec, size = get_codec(recipe.codec), recipe.num_elements
     differences = []
     for share, contribution in zip(recipe.shares, contributions, strict=True):
         try:
             difference_N = codec.decode(contribution, size)
         except ProtocolError as exc:
-            return f"it includes a contribution of {share.peer_id} that cannot be decoded: {exc}"
+            return f"it includes a contribution of {share.peer_id} that cannot be decoded: {exc}", None
         if sum_of_squares(difference_N) > _ENERGY_TOLERANCE * share.most_energy:
-            return f"the contribution of {share.peer_id} is longer than stated"
+            return f"the contribution of {share.peer_id} is longer than stated", None
         differences.append(difference_N * np.float32(share.scale) if share.scale < 1 else difference_N)
     weights = [share.weight for share in recipe.shares]
-    coefficients, _ = _coefficients(differences, weights, recipe.free_rms, recipe.stretch)
+    agreement = _agreement(differences, weights, recipe.free_rms, recipe.stretch)
+    coefficients = agreement.coefficients_M.tolist()
     mean_N = _combined(coefficients, differences)
     if not np.max(np.abs(mean_N)) < _HUGE:
         raise ProtocolError("nonfinite", "the mean of the contributions overflows")
@@ -183,13 +187,13 @@ def _fault_of(recipe: Recipe, result: bytes, contributions: Sequence[bytes]) -> 
     try:
         claimed_N = result_codec.decode(result, size)
     except ProtocolError as exc:
-        return f"the result cannot be decoded: {exc}"
+        return f"the result cannot be decoded: {exc}", agreement
     away, length = math.sqrt(_excess(result_codec, claimed_N, mean_N)), math.sqrt(sum_of_squares(mean_N))
     lengths = [abs(c) * math.sqrt(sum_of_squares(d)) for c, d in zip(coefficients, differences, strict=True)]
     if away <= TOLERANCE * length + _ROUNDING * sum(lengths) + _TINY_RMS * math.sqrt(size):
-        return None
+        return None, agreement
     by = f"by {away / length:.3g} of its length" if length > 0 else "although that is zero"
-    return f"the result differs from the mean of its contributions {by}"
+    return f"the result differs from the mean of its contributions {by}", agreement
 
 
 def _excess(codec: Codec, claimed_N: FloatArray, mean_N: FloatArray) -> float:

@@ -106,7 +106,7 @@ def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> 
     """What each member that stays holds after a commit: a pure function of the group, the same on every member."""
     statements = {member.peer_id: member.statement for member in group.members}
     # Their experts go to others. A peer whose user had named experts holds none then, and later adopts any.
-    hiding = {group.members[i].peer_id for i in plan.hiding}
+    ignored = {group.members[i].peer_id for i in plan.ignored}
     returns = plan.taken_back is not None  # nobody's work is in it, so who is leaving needs another round
     # Most members see the same leases: each distinct bitmap is unpacked once.
     views = {data: members_of(data, num_experts) for data in {s.leased for s in statements.values()}}
@@ -123,7 +123,7 @@ def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> 
     return reassign(
         {
             peer: Holding(
-                tuple(s.held), 0 if peer in hiding else s.room, s.fixed and peer not in hiding and bool(s.held)
+                tuple(s.held), 0 if peer in ignored else s.room, s.fixed and peer not in ignored and bool(s.held)
             )
             for peer, s in statements.items()
             if returns or not s.leaving

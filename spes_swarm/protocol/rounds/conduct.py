@@ -18,6 +18,11 @@ key, so a peer *hides* only after several silences with the key that it has, or 
 with the excuse that it has no such commit, count less. One that hides is doubted, and if most say so, its work does
 not count: all the work that does can be audited.
 
+Neither does the work of a member that *opposes* the others: what it sent for the shared layers of several rounds points
+against this peer's own work and most others', where these agree (see averaging/agreement.py). Clipping takes only a
+part of its harm away, and nothing from experts with one or two holders. A single part says little: text in another
+script than all others' pulls at some rows of the embedding in the other direction.
+
 If a commit is taken back (see taking_back.py), nothing shows which of its reducers did harm, if any. Half of them rest:
 those that reduced in the largest number of such commits since a commit of theirs last stood, and of equals a draw by
 hash. The rest doubles with every such commit. So liars soon reduce nothing, though nobody knows who they are.
@@ -27,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, median_low
 from typing import NamedTuple
@@ -45,6 +50,9 @@ _MAX_DOUBLINGS = 6  # of the rest after commits that were taken back: to a thous
 _LEADER_REMEMBERED, _TOLERATED_STALLS = 64, 1
 # Rounds in which work was not shown: of the last 64, so many with the present key, and so many in all, are tolerated.
 _SILENCE_REMEMBERED, _TOLERATED_SILENCES, _TOLERATED_ALL_SILENCES = 64, 2, 8
+# A peer opposes the others if its opposition is larger than this on average, over at least so many parts in so many of
+# the last rounds. That is remembered for as long as silences are.
+_MATERIAL_OPPOSITION, _OPPOSED_PARTS, _OPPOSED_ROUNDS, _OPPOSITION_REMEMBERED = 0.5, 16, 4, 16
 _MAX_PEERS = 4096  # remembered; those met least recently are forgotten first
 _NOISE_S = 0.25  # times that are shorter say more about the other processes of a machine than about a line
 _LATE_FACTOR = 2.0  # see `limit_s`
@@ -82,6 +90,9 @@ class ConductRecord:
     failed: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=_TOLERATED_FAULTS + 1))
     stalled: deque[int] = field(default_factory=lambda: deque(maxlen=_TOLERATED_STALLS + 1))
     silences: deque[_Silence] = field(default_factory=lambda: deque(maxlen=_TOLERATED_ALL_SILENCES + 1))
+    # Its opposition in the last rounds: the round, the sum over parts, and their number.
+    opposition: deque[tuple[int, float, int]] = field(default_factory=lambda: deque(maxlen=_OPPOSITION_REMEMBERED + 1))
+    opposes_until: int = 0  # it opposes the others before this round
     key: bytes = b""  # with which it signs
     rests_until: int = 0  # it reduces nothing before this round
     taken_back: int = 0  # commits with its results that were taken back, since the last one that stood
@@ -94,6 +105,9 @@ class ConductRecord:
         record.late_results.extend(number + rounds for number in self.late_results if number <= until)
         record.failed.extend((number + rounds, kind) for number, kind in self.failed if number <= until)
         record.stalled.extend(number + rounds for number in self.stalled if number <= until)
+        opposition = (each for each in self.opposition if each[0] <= until)
+        record.opposition.extend((number + rounds, total, parts) for number, total, parts in opposition)
+        record.opposes_until = self.opposes_until + rounds
         silences = (silence for silence in self.silences if silence.round <= until)
         record.silences.extend(silence._replace(round=silence.round + rounds) for silence in silences)
         return record
@@ -197,17 +211,41 @@ class Conduct:
         with_this_key = keys.count(record.key) if record.key else 0
         return with_this_key > _TOLERATED_SILENCES or len(keys) > _TOLERATED_ALL_SILENCES
 
+    def note_opposition(self, peer_id: str, round_number: int, found: Sequence[float]) -> None:
+        """Notes a peer's opposition in parts of a commit; see `reducing.opposition`.
+
+        What was found in earlier commits, which this one has not taken back, decides whether it opposes the others.
+        """
+        record = self._of(peer_id)
+        before = record.opposition.pop() if record.opposition and record.opposition[-1][0] == round_number else None
+        _, total, parts = before or (round_number, 0.0, 0)
+        record.opposition.append((round_number, total + sum(found), parts + len(found)))
+        recent = [each for each in record.opposition if 0 < round_number - each[0] <= _OPPOSITION_REMEMBERED]
+        total, parts = sum(each[1] for each in recent), sum(each[2] for each in recent)
+        is_sure = len(recent) >= _OPPOSED_ROUNDS and parts >= _OPPOSED_PARTS
+        if is_sure and total > _MATERIAL_OPPOSITION * parts:
+            record.opposes_until = round_number + _SILENCE_REMEMBERED + 1
+
+    def opposes(self, peer_id: str, round_number: int) -> bool:
+        """Returns True if a peer's work has pointed against the others' in several rounds before this one."""
+        record = self._peers.get(peer_id)
+        # A peer may go back to an older checkpoint.
+        return record is not None and 0 < record.opposes_until - round_number <= _SILENCE_REMEMBERED
+
     def note_commit(self, reducers: Iterable[str]) -> None:
         """Notes a commit with its reducers; the one before it was not taken back."""
         for peer_id in self._reducers:
             self._of(peer_id).taken_back = 0
         self._reducers = frozenset(reducers)
 
-    def note_return(self, round_number: int, group_id: bytes) -> None:
-        """Notes that a round has taken back the last commit."""
+    def note_return(self, round_number: int, group_id: bytes, taken_back: int) -> None:
+        """Notes that a round has taken back the last commit, of the round `taken_back`."""
         reducers, self._reducers = self._reducers, frozenset()
         for peer_id in reducers:
             self._of(peer_id).taken_back += 1
+        for record in self._peers.values():  # what most of them did in it was harm
+            while record.opposition and record.opposition[-1][0] >= taken_back:
+                record.opposition.pop()
         drawn = {peer_id: blake3(group_id + peer_id.encode()).digest() for peer_id in reducers}
         ranked = sorted(reducers, key=lambda peer_id: (-self._of(peer_id).taken_back, drawn[peer_id]))
         for record in map(self._of, ranked[: (len(ranked) + 1) // 2]):
@@ -301,15 +339,17 @@ class Conduct:
                 reasons.add("leader")
             if self.hides(peer_id, round_number):
                 reasons.add("audit")
-        return tuple(sorted(reasons))
+            if self.opposes(peer_id, round_number):
+                reasons.add("opposition")
+        return tuple(sorted(reasons, key=lambda kind: (kind in FAULTS, kind)))  # the rarer and graver ones first
 
     def doubted(self, round_number: int) -> set[str]:
         """The peers that are doubted in a round."""
         return {peer_id for peer_id in (*self._peers, *self.exclusions.culprits) if self.doubts(peer_id, round_number)}
 
-    def hiding(self, round_number: int) -> set[str]:
-        """The peers that hide their work from auditors."""
-        return {peer_id for peer_id in self._peers if self.hides(peer_id, round_number)}
+    def ignored(self, round_number: int) -> set[str]:
+        """The peers whose work should not count: they hide it from auditors, or oppose the others."""
+        return {p for p in self._peers if self.hides(p, round_number) or self.opposes(p, round_number)}
 
     def rates(self) -> dict[str, float]:
         """The usual upload rate of each peer that was measured, in Mbit/s."""

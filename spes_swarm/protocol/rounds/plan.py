@@ -38,7 +38,7 @@ from spes_swarm.protocol.rounds.taking_back import Return, choose_return
 from spes_swarm.protocol.rounds.vouchers import (
     MAX_EARNED_RATIO,
     granted_ratios,
-    hiding,
+    ignored,
     may_reduce,
     measured_rates,
     newcomers,
@@ -157,7 +157,7 @@ class Plan:
     deferred: frozenset[int] = frozenset()
     trusted: frozenset[int] = frozenset()  # members that may reduce; see vouchers.may_reduce
     without_duty: frozenset[int] = frozenset()  # members that most doubt; see vouchers.without_duty
-    hiding: frozenset[int] = frozenset()  # of them, those whose work does not count; see vouchers.hiding
+    ignored: frozenset[int] = frozenset()  # of them, those whose work does not count; see vouchers.ignored
     pace: float = 0.0  # seconds that a member usually takes for 10^6 values that it sends; 0 if unknown
     taken_back: Return | None = None  # this round takes back a commit, and nobody contributes
 
@@ -259,7 +259,7 @@ def make_plan(
     shared_rms, expert_rms = median_rms(bounds.stated)
     lengths = shared_rms, expert_rms if experts else None
     pace = _usual_pace([members[i] for i in reducers.trusted])
-    duties = reducers.trusted, reducers.without_duty, frozenset(bounds.hiding), pace, taken_back
+    duties = reducers.trusted, reducers.without_duty, frozenset(bounds.ignored), pace, taken_back
     return Plan(group.round, len(members), blocks, parts, claims, lengths, frozenset(deferred), *duties)
 
 
@@ -294,12 +294,12 @@ class _Bounds:
     def __init__(self, members: Sequence[Member], clip: float, growth: int, most_of_newcomers: float) -> None:
         statements = [member.statement for member in members]
         ids, vouched = [m.peer_id for m in members], [m.vouched for m in members]
-        hidden, new = hiding(ids, vouched), newcomers(ids, vouched) if most_of_newcomers < 1 else set()
-        self.hiding = {i for i, peer_id in enumerate(ids) if peer_id in hidden}
+        without_weight, new = ignored(ids, vouched), newcomers(ids, vouched) if most_of_newcomers < 1 else set()
+        self.ignored = {i for i, peer_id in enumerate(ids) if peer_id in without_weight}
         self._new = {i for i, peer_id in enumerate(ids) if peer_id in new}
         self._most_of_newcomers = most_of_newcomers
         self._most = {i: member.most_weight for i, member in enumerate(members)}
-        claimed = [0 if i in self.hiding else statement.tokens for i, statement in enumerate(statements)]
+        claimed = [0 if i in self.ignored else statement.tokens for i, statement in enumerate(statements)]
         positive = [tokens for tokens in claimed if tokens > 0]
         self._median_tokens = median_low(positive) if positive else 1
         self._clip = clip
@@ -438,7 +438,7 @@ def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> Weights:
     raw = {
         i: m.statement.routed[m.statement.held.index(expert)]
         for i, m in enumerate(members)
-        if expert in m.statement.held and i not in bounds.hiding
+        if expert in m.statement.held and i not in bounds.ignored
     }
     # After a round without experts, a member that has done no step since still has work on them.
     raw = {i: count for i, count in raw.items() if count > 0 or members[i].statement.tokens > 0}

@@ -6,17 +6,19 @@ Shape: N elements of one part.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from spes_swarm.base.arrays import FloatArray
+from spes_swarm.protocol.averaging.agreement import Agreement
 from spes_swarm.protocol.averaging.clipping import FREE_DEVIATION, EnergyBudget
 from spes_swarm.protocol.averaging.commitments import RESULT, Commitment, Exchange, SigningKey, batches
 from spes_swarm.protocol.averaging.recipe import Recipe, Share
 from spes_swarm.protocol.averaging.signed_result import SignedResult, head_of
 from spes_swarm.protocol.consensus.codec import Codec
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
 
 
@@ -36,6 +38,42 @@ class Accumulator:
         self.weights[member] = contribution.weight
         self.commitments[member] = commitment
         self.outstanding.discard(member)
+
+
+def opposition(part: Part, members: Sequence[int], agreement: Agreement, me: int) -> dict[int, float]:
+    """How far the contributions of other members to a part point against most others', as member `me` sees it.
+
+    Empty if it cannot tell. Only the shared layers count: an expert has too few holders for most of them to agree.
+    """
+    if part.block != SHARED_BLOCK or me not in members:
+        return {}
+    found = agreement.opposition(members.index(me))
+    return {} if found is None else {i: value for i, value in zip(members, found, strict=True) if i != me}
+
+
+class Agreements:
+    """How the members of a round agree, in the parts that one of them reduces."""
+
+    def __init__(self, me: int) -> None:
+        self._me = me
+        self._factors: defaultdict[int, list[float]] = defaultdict(list)
+        self.opposition: defaultdict[int, list[float]] = defaultdict(list)  # of each member, by part; see `opposition`
+
+    def note(self, part: Part, members: Sequence[int], agreement: Agreement, full: Collection[int] = ()) -> None:
+        """Notes a part with the contributions of these members.
+
+        `full`: those of them that sent full values. These include all progress that either side has missed, with the
+        opposite sign, so they say nothing about a member's work.
+        """
+        for member, factor in zip(members, agreement.factors_M.tolist(), strict=True):
+            self._factors[member].append(factor)
+        seen = {} if self._me in full else opposition(part, members, agreement, self._me)
+        for member in seen.keys() - full:
+            self.opposition[member].append(seen[member])
+
+    def deviations_left(self) -> dict[int, float]:
+        """The share of each member's deviation that clipping left, averaged over the parts."""
+        return {member: sum(factors) / len(factors) for member, factors in self._factors.items()}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from spes_swarm.protocol.rounds.error_feedback import ErrorFeedback
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.outcome import Bounds, CommitReport, Result
 from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
-from spes_swarm.protocol.rounds.reducing import Accumulator, Averaging
+from spes_swarm.protocol.rounds.reducing import Accumulator, Agreements, Averaging
 from spes_swarm.protocol.rounds.result_bounds import excessive_results
 from spes_swarm.protocol.rounds.statement import Group
 from spes_swarm.protocol.rounds.taking_back import Previous, Return
@@ -80,7 +80,7 @@ class RoundState:
         for part in plan.parts:
             self._reduced_sizes[part.block] += part.size if part.reducer == me else 0
         self._budgets: dict[tuple[int, int], EnergyBudget] = {}  # of contributions, by (member, block)
-        self._deviations: dict[int, list[float]] = {}  # share of each member's that was left, by part reduced here
+        self.agreements = Agreements(self.me)
         self._feedback = ErrorFeedback()
         self._accumulators: dict[int, Accumulator] = {}
         for part in plan.parts:
@@ -272,10 +272,10 @@ class RoundState:
         members = sorted(accumulator.differences)
         recipe = self.averaging.recipe(part, members)
         differences = [accumulator.differences[member] for member in members]
-        mean_N, factors = mean(differences, [s.weight for s in recipe.shares], recipe.free_rms, recipe.stretch)
+        mean_N, agreement = mean(differences, [s.weight for s in recipe.shares], recipe.free_rms, recipe.stretch)
         if self.bounds.bounded:
-            for member, factor in zip(members, factors, strict=True):
-                self._deviations.setdefault(member, []).append(factor)
+            full = {member for member, share in zip(members, recipe.shares, strict=True) if share.full}
+            self.agreements.note(part, members, agreement, full)
         return mean_N
 
     def _sign_results(self) -> None:
@@ -291,26 +291,25 @@ class RoundState:
             return []
         ids = [member.peer_id for member in self.group.members]
         new = {i for i, peer_id in enumerate(ids) if self.tracks.is_new(peer_id)}
-        left = self.deviations_left()
+        left = self.agreements.deviations_left()
         known = {i: self.tracks.agreement(ids[i], value) for i, value in left.items() if i not in new}
         return round_faults.clipped(self.plan, left | known, new)
-
-    def deviations_left(self) -> dict[int, float]:
-        """The share of each member's deviation that clipping left, averaged over the parts reduced here."""
-        return {member: sum(factors) / len(factors) for member, factors in self._deviations.items()}
 
     def record_commit(self, tracks: TrackRecords) -> None:
         """Adds this round's commit to the track records of its members."""
         seen = set[int]().union(*(result.included for result in self.results.values()))
-        aside = {member for member, left in self.deviations_left().items() if left < round_faults.MATERIAL_DEVIATION}
+        left = self.agreements.deviations_left()
+        aside = {member for member in left if left[member] < round_faults.MATERIAL_DEVIATION}
         honoured = {
             i for i, claim in enumerate(self.plan.claims) if i in seen and claim.excess <= 1 and not claim.absurd
         }
         ids = [member.peer_id for member in self.group.members]
         in_order = {ids[i] for i in honoured - aside - self.refused}
-        for i, left in self.deviations_left().items():
+        for i in left:
             if not tracks.is_new(ids[i]):
-                tracks.note_agreement(ids[i], left)
+                tracks.note_agreement(ids[i], left[i])
+        for i, found in self.agreements.opposition.items():
+            tracks.conduct.note_opposition(ids[i], self.plan.round, found)
         ratios = [(ids[i], claim.tokens_ratio) for i, claim in enumerate(self.plan.claims) if i != self.me]
         deliveries = {"delivered": {ids[i] for i in seen - {self.me}}, "failed": self.failed_reducers()}
         stalled = any(self.wanted[index].block == SHARED_BLOCK for index in self.missing())
@@ -456,7 +455,7 @@ class RoundState:
         self.reference.finish(self.plan.round, [(index, self._version(index, incomplete)) for index in sorted(changed)])
         if taken_back is None:
             self.previous.committed(self.reference)
-        covered = {e for i, m in enumerate(self.group.members) if i not in self.plan.hiding for e in m.statement.held}
+        covered = {e for i, m in enumerate(self.group.members) if i not in self.plan.ignored for e in m.statement.held}
         return CommitReport(
             round=self.plan.round,
             members=tuple(m.peer_id for m in self.group.members),

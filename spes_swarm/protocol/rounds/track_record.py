@@ -214,7 +214,7 @@ class TrackRecords:
             round_number,
             doubted=self.conduct.doubted(round_number) & last_commits.keys(),
             resting=self.conduct.resting(round_number) & recent,
-            hiding=self.conduct.hiding(round_number) & last_commits.keys(),
+            ignored=self.conduct.ignored(round_number) & last_commits.keys(),
             established={peer_id for peer_id in recent if self._peers[peer_id].worked >= ESTABLISHED_COMMITS},
             rates={peer_id: rate for peer_id, rate in self.conduct.rates().items() if peer_id in recent},
         )

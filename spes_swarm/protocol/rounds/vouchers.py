@@ -11,8 +11,9 @@ delivered in the commits that it shared with them (see track_record.py), and say
 - A peer that failed in several recent rounds is doubted (see conduct.py). One that more than half of the trusted
   members doubt has no duty: it reduces nothing, leads no round, gives no moments, and is not waited for. In the same
   way, one whose results were late again and again rests from reducing.
-- The work of a member without duty does not count if more than half of all other members say that it hides it from
-  auditors. What does not count earns no trust, so a few that trust only each other must not decide it.
+- The work of a member without duty does not count if more than half of all other members say so: it is hidden from
+  auditors, or against the others'. What does not count earns no trust, so a few that trust only each other must not
+  decide it.
 - A peer is established at those that have its work in ESTABLISHED_COMMITS commits. New identities may have only a
   limited share of an average together, since they cost nothing in an open run. A member is one if more than half of all
   other members name others, and not it, as established.
@@ -39,7 +40,7 @@ VOUCHER_BYTES = _MARK_BYTES + 3
 MAX_VOUCHED = 128  # peers that one statement can name: 1,408 bytes
 MAX_EARNED_RATIO = 16.0
 ESTABLISHED_COMMITS = 16
-_REDUCES, _DOUBTED, _RESTS, _HIDES, _ESTABLISHED = 0x80, 0x40, 0x20, 0x10, 0x08
+_REDUCES, _DOUBTED, _RESTS, _IGNORED, _ESTABLISHED = 0x80, 0x40, 0x20, 0x10, 0x08
 # Code c of a rate means 2^((c - _CODE_OF_ONE) / 4) Mbit/s; 0 is none. From 1 kbit/s on.
 # Square roots are rounded alike on all machines, as the plan depends on rates; powers may not be.
 _CODE_OF_ONE, _ROOT = 41, math.sqrt(2)
@@ -54,18 +55,18 @@ def vouchers(
     *,
     doubted: Collection[str] = (),
     resting: Collection[str] = (),
-    hiding: Collection[str] = (),
+    ignored: Collection[str] = (),
     established: Collection[str] = (),
     rates: Mapping[str, float] | None = None,
 ) -> bytes:
-    """Encodes earned ratios, measured rates (Mbit/s), and who may reduce, is doubted, rests, hides or is established.
+    """Encodes earned ratios, measured rates (Mbit/s), and who may reduce, is doubted, rests, is ignored or established.
 
     If there are too many, it names those that it doubts and those with the largest ratios, and of the others a
     selection that changes from round to round and is the same at all members.
     """
     codes = {peer_id: _rate_code(rate) for peer_id, rate in (rates or {}).items()}
     ratios = {peer_id: int(ratio) for peer_id, ratio in earned.items() if int(ratio) > MAX_WEIGHT_RATIO}
-    flags = {_REDUCES: reducers, _DOUBTED: doubted, _RESTS: resting, _HIDES: hiding, _ESTABLISHED: established}
+    flags = {_REDUCES: reducers, _DOUBTED: doubted, _RESTS: resting, _IGNORED: ignored, _ESTABLISHED: established}
     said = {
         peer_id: sum(flag for flag, peers in flags.items() if peer_id in peers)
         for peer_id in {*ratios, *codes}.union(*flags.values())
@@ -120,9 +121,9 @@ def resting(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> set[str]:
     return _said_by_most(_RESTS, peer_ids, vouched)
 
 
-def hiding(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> set[str]:
-    """Of the members without duty, those that hide their work from auditors, say more than half of all others."""
-    votes = Counter(i for said in _named(peer_ids, vouched) for i, entry in said.items() if entry.flags & _HIDES)
+def ignored(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> set[str]:
+    """Of the members without duty, those whose work should not count, say more than half of all others."""
+    votes = Counter(i for said in _named(peer_ids, vouched) for i, entry in said.items() if entry.flags & _IGNORED)
     said_by_most = {peer_id for i, peer_id in enumerate(peer_ids) if 2 * votes[i] > len(peer_ids) - 1}
     return said_by_most & without_duty(peer_ids, vouched)
 
