@@ -12,13 +12,13 @@ torch for other ranks, a second thread therefore ends the process.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -48,7 +48,7 @@ class StopSignals:
         self.requested = threading.Event()
         self.early_code = 0
         self._interrupts = False
-        self._handled_at = -math.inf  # monotonic time
+        self._handled: Counter[int] = Counter()  # how often each signal was
 
     def install(self) -> None:
         """Installs the handlers, and the thread that ends a process whose main thread is stuck; call this in the main
@@ -77,19 +77,23 @@ class StopSignals:
 
     def _watch(self, received: socket.socket) -> None:
         """Receives each signal when it arrives, even if the main thread does not."""
-        unhandled = 0
-        while number := received.recv(1):
-            if number[0] not in stop_signals():  # SIGUSR1 asks for a report; see base/log.py
+        arrived: Counter[int] = Counter()
+        unhandled: list[int] = []
+        while received_byte := received.recv(1):
+            number = received_byte[0]
+            if number not in stop_signals():  # SIGUSR1 asks for a report; see base/log.py
                 continue
-            came = time.monotonic()
-            while self._handled_at < came - 1 and time.monotonic() < came + _STUCK_S:
+            arrived[number] += 1  # no times are compared: this thread may get a processor seconds later
+            patience = time.monotonic() + _STUCK_S
+            while self._handled[number] < arrived[number] and time.monotonic() < patience:
                 time.sleep(_POLL_S)
-            if self._handled_at >= came - 1:
+            if self._handled[number] >= arrived[number]:
                 continue
-            unhandled += 1
+            unhandled.append(number)
             if self._interrupts:  # there is nothing to lose
                 os._exit(self.early_code)
-            if number[0] == signal.SIGINT and (unhandled > 1 or self.requested.is_set()):
+            # Linux delivers the lowest number first of two signals that are pending.
+            if signal.SIGINT in unhandled and (len(unhandled) > 1 or self.requested.is_set()):
                 print(f"join: {STOPPED}", file=sys.stderr, flush=True)
                 os._exit(130)
 
@@ -127,7 +131,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self._handled_at = time.monotonic()
+        self._handled[number] += 1
         again = self.requested.is_set()
         self.requested.set()
         if again and number == signal.SIGINT:

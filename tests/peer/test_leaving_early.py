@@ -129,6 +129,7 @@ wait()
         ("joining", [signal.SIGINT], 7, ""),
         ("joining", [signal.SIGHUP], 7, ""),
         ("training", [signal.SIGTERM, signal.SIGINT], 130, f"join: {STOPPED}\n"),
+        ("training", [signal.SIGINT, signal.SIGTERM], 130, f"join: {STOPPED}\n"),
     ],
 )
 def test_a_wait_inside_a_library_ends(phase: str, numbers: list[int], code: int, said: str) -> None:
@@ -144,6 +145,31 @@ def test_a_wait_inside_a_library_ends(phase: str, numbers: list[int], code: int,
         finally:
             process.kill()
     assert (process.returncode, stderr) == (code, said)
+
+
+# The thread that looks for stuck signals gets no processor until long after the signal was handled.
+_LATE = """
+import signal, sys, time
+from spes_swarm.peer import stop_signals
+
+stop_signals._STUCK_S = 0.2
+sys.setswitchinterval(3600.0)
+signals = stop_signals.StopSignals()
+signals.install()
+signal.raise_signal(signal.SIGINT)
+busy = time.monotonic() + 2.0
+while time.monotonic() < busy:
+    pass
+time.sleep(2.0)
+sys.exit(7 if signals.requested.is_set() else 1)
+"""
+
+
+def test_a_handled_signal_ends_no_peer_however_late_it_is_looked_at() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _LATE], capture_output=True, text=True, cwd=ROOT, timeout=OBEYS_S, check=False
+    )
+    assert (done.returncode, done.stderr) == (7, "")
 
 
 _DROPPED = """
