@@ -8,6 +8,7 @@ import pytest
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging.clipping import MAX_ROUNDS_APART
+from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.frames import Frame
 from spes_swarm.protocol.rounds.plan import BlockPlan, Form, make_plan
@@ -438,7 +439,8 @@ def test_honest_members_do_not_judge_in_a_group_in_which_most_oppose_them() -> N
     train(peers)
     for who in peers[2:]:
         who.live_N[:] = 2 * who.reference.values_N - who.live_N
-    _, states = hold_round(peers, 1, codec="fp16", part_elements=1024, clip=CLIP)
+    plan, states = hold_round(peers, 1, codec="fp16", part_elements=1024, clip=CLIP)
+    assert {0, 1} <= {part.reducer for part in plan.parts if part.block == SHARED_BLOCK}
     assert not any(state.agreements.opposition for state in states[:2])
     idle = swarm(LARGE, HOLDINGS)
     train(idle)
