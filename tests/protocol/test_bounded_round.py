@@ -451,6 +451,25 @@ def test_honest_members_do_not_judge_in_a_group_in_which_most_oppose_them() -> N
     assert any(state.agreements.opposition for state in states[1:])
 
 
+@pytest.mark.parametrize("left_out", [1, 2])
+def test_who_is_always_left_out_does_not_go_too_far(left_out: int) -> None:
+    """A hostile reducer drops an honest member's work: what is carried over must not get it clipped, and doubted."""
+    peers = swarm(LARGE, HOLDINGS)
+    for number in range(1, 9):
+        train(peers)  # always in the same direction, as far as a model goes on learning
+        plan, states = hold_round(
+            peers,
+            number,
+            codec="fp16",
+            part_elements=1024,
+            clip=CLIP,
+            lose_push=lambda sender, frame: sender == 0 and frame.part % 4 < left_out,
+        )
+        assert any(0 not in result.included for result in states[1].results.values())
+        assert plan.claims[0].excess < round_faults.MATERIAL_EXCESS
+        assert not any(state.clipped() for state in states)
+
+
 def test_full_values_of_a_slow_member_do_not_count_as_opposition() -> None:
     """It was alone for a round, and has made a fifth of the others' progress: its values point back."""
     peers = swarm(LARGE, HOLDINGS)

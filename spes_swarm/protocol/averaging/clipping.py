@@ -25,6 +25,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
+import numpy as np
+
+from spes_swarm.base.arrays import FloatArray, sum_of_squares
 from spes_swarm.protocol.averaging.agreement import MIN_TO_AGREE
 
 # No member weighs more than this many times the median, unless earlier commits bear it out.
@@ -117,6 +120,12 @@ def _block_rms(stated: Stated, expert: int | None) -> float:
 def scale(stated_rms: float, limit: float) -> float:
     """The factor that a contribution is multiplied by."""
     return max(LEAST_SCALE, min(1.0, limit / stated_rms)) if stated_rms > 0 else 1.0
+
+
+def shortened(difference_N: FloatArray, limit: float) -> FloatArray:
+    """A difference (N,), scaled down to an RMS of `limit` if it is longer."""
+    rms = math.sqrt(sum_of_squares(difference_N) / len(difference_N))
+    return difference_N * np.float32(limit / rms) if limit < rms < math.inf else difference_N
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 from spes_swarm.base.arrays import FloatArray, sum_of_squares
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
-from spes_swarm.protocol.averaging.clipping import MAX_ROUNDS_APART, EnergyBudget
+from spes_swarm.protocol.averaging.clipping import MAX_ROUNDS_APART, EnergyBudget, shortened
 from spes_swarm.protocol.averaging.commitments import CONTRIBUTION, RESULT, Commitment, Opening, SigningKey
 from spes_swarm.protocol.averaging.recipe import mean
 from spes_swarm.protocol.averaging.signed_result import SignedResult, contribution_leaf, decode, encode, head_of
@@ -197,8 +197,7 @@ class RoundState:
         # The last commit with it may have been of a later round, before this peer went back to the swarm's reference.
         apart = min(since, MAX_ROUNDS_APART) if since is not None and since > 0 else MAX_ROUNDS_APART
         limit = contribution.limit_rms * (1 + apart)
-        rms = math.sqrt(sum_of_squares(difference_N) / len(difference_N))
-        return difference_N * np.float32(limit / rms) if limit < rms < math.inf else difference_N
+        return shortened(difference_N, limit)
 
     def _check_stated(self, part: Part, contribution: Contribution, energy: float) -> None:
         """Refuses a difference longer than stated: the stated RMS decides how a member is scaled."""
@@ -448,7 +447,7 @@ class RoundState:
             where = slice(part.start, part.start + part.size)
             new_N = self._new_values(part, result)
             if part.block in trained:
-                self._update_target(part, self.plan.block_of(part).contributions, result, new_N)
+                self._update_target(part, result, new_N)
             self.reference.values_N[where] = new_N
         self.committed = True
         self._feedback = ErrorFeedback()  # a round is kept until the next one; its rounding errors need not be
@@ -478,22 +477,19 @@ class RoundState:
         healed = self.me in block_plan.in_base or block not in incomplete
         return block_plan.new_version(self.plan.round) if healed else self.reference.versions[block]
 
-    def _update_target(
-        self, part: Part, contributions: tuple[Contribution, ...], result: Result, new_N: FloatArray
-    ) -> None:
+    def _update_target(self, part: Part, result: Result, new_N: FloatArray) -> None:
         """Sets the live weights that a trained part must have after the commit."""
         where = slice(part.start, part.start + part.size)
-        in_base = self.me in self.plan.block_of(part).in_base
-        contributed = any(c.member == self.me for c in contributions)
+        block_plan, own = self.plan.block_of(part), self._contribution(part, self.me)
         included = self.me in result.included
-        whole = len(contributions) == 1 and contributions[0].scale == 1 and included
-        if (part.block != 0 or self.codec.error_feedback) and in_base and contributed and whole:
+        whole = own is not None and len(block_plan.contributions) == 1 and own.scale == 1 and included
+        if (part.block != 0 or self.codec.error_feedback) and self.me in block_plan.in_base and whole:
             # The only contributor keeps its live weights: the codec's rounding error stays in its next difference. If
             # its work was scaled down, they are replaced: the excess would make its next difference too long again.
             return
-        if contributed and not included:
+        if own is not None and not included:
             # The reducer left out this member's work: carry it over to the new reference.
-            self.live_N[where] = new_N + (self.live_N[where] - self.reference.values_N[where])
+            self.live_N[where] = new_N + shortened(self.own_difference(part), own.limit_rms)
         else:
             residual_N = self._feedback.residual(part.index, self.own_difference(part)) if included else None
             self.live_N[where] = new_N if residual_N is None else new_N + residual_N
