@@ -475,6 +475,7 @@ class RunServices(RunCommands):
         if caught_up is not None:
             if caught_up.complete:
                 self._state.lineage = Lineage({})  # no block of its old lineage is left, as for a newcomer
+                self._state.roster.standing.follow()
             self._state.swarm_tokens.missed_commits()
             self._ahead = 0
             self._rendezvous.reset()

@@ -15,7 +15,9 @@ from spes_swarm.config.manifest import found_run
 from spes_swarm.network.link import greetings
 from spes_swarm.network.run_services import RunServices
 from spes_swarm.port.commands import Notification
+from spes_swarm.port.messages import CaughtUp
 from spes_swarm.protocol.members.records import Record
+from spes_swarm.protocol.members.standing import Standing
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.records import progress
 from tests.helpers.rounds import identity
@@ -77,6 +79,27 @@ def test_a_peer_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyP
         return (await services_with(silence).view()).ready
 
     assert asyncio.run(look()) == ()
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_peer_that_has_missed_too_much_follows_the_others_to_its_first_round(complete: bool) -> None:
+    """It has its reference from them. If it led, those that remember it would follow it, and the others would not."""
+
+    async def answer(peer_id: str, method: str, request: Any, timeout_s: float) -> dict[str, Any]:
+        return {"maddrs": []}
+
+    async def fetch() -> CaughtUp:
+        return CaughtUp(round=60, why="it has missed 56", seconds=0.1, payload_bytes=10, complete=complete)
+
+    async def catch_up() -> bool:
+        services = services_with(answer)
+        services._state.roster.standing = Standing(["founder"])
+        services._catching_up.resync_if_diverged = fetch  # type: ignore[method-assign]
+        assert not services._state.roster.defers
+        assert isinstance(await services.run_round(1, (), leaving=False), CaughtUp)
+        return services._state.roster.defers
+
+    assert asyncio.run(catch_up()) is complete
 
 
 def test_a_peer_learns_that_it_is_out_of_the_run_even_if_it_can_read_no_records() -> None:

@@ -3,8 +3,9 @@
 A signed record proves who wrote it, not that its writer does any work, and identities cost nothing. So a record alone
 has no effect: the swarm's round, the pace, the clock and the candidates for leading a round depend only on *members*,
 the peers whose work is in a round that this peer has committed. Before its first such round, a peer that has fetched
-its reference from a swarm follows its initial peers. A peer with a reference of its own (the swarm is founded, or
-resumes from disk), or one that finds none of its initial peers, follows all peers that answer.
+its reference from a swarm, as a newcomer or because it has missed too many rounds, follows its initial peers. A peer
+with a reference of its own (the swarm is founded, or resumes from disk), or one that finds none of its initial peers,
+follows all peers that answer.
 
 How long a round waits for a peer follows from the same history. A punctual member is waited for until the window ends
 (longer while it still follows a leader that failed: see rendezvous.py), and one that has missed two of its last eight
