@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from spes_swarm.base.arrays import FloatArray, sum_of_squares
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
-from spes_swarm.protocol.averaging.clipping import MAX_ROUNDS_APART, EnergyBudget, shortened
+from spes_swarm.protocol.averaging.clipping import CARRIED_SHARE, MAX_ROUNDS_APART, EnergyBudget
 from spes_swarm.protocol.averaging.commitments import CONTRIBUTION, RESULT, Commitment, Opening, SigningKey
 from spes_swarm.protocol.averaging.recipe import mean
 from spes_swarm.protocol.averaging.signed_result import SignedResult, contribution_leaf, decode, encode, head_of
@@ -65,9 +65,9 @@ class RoundState:
         self.finished = False  # no more results will arrive from reducers
         self.committed = False
         self.unreliable: set[int] = set()  # members that have not delivered all the results that they were asked for
-        self.unserved = {i for i in range(plan.num_members) if i != me and self._owes(i)}
-        self.payload_bytes_sent = 0
-        self.payload_bytes_received = 0
+        reduced = [plan.block_of(part) for part in plan.parts if part.reducer == me]
+        self.unserved = {i for i in range(plan.num_members) if i != me and any(b.receives(i) for b in reduced)}
+        self.payload_bytes_sent = self.payload_bytes_received = 0
         self.wanted = {part.index: part for part in plan.wanted(me)}
         self.misquoted: list[int] = []  # parts whose results include work in this member's name that is not its own
         self._exchange = self.group.exchange
@@ -100,10 +100,6 @@ class RoundState:
                 self.own_faults.append(exc)
         for index in list(self._accumulators):
             self._complete_if_ready(index)
-
-    def _owes(self, member: int) -> bool:
-        """Returns True if a member will pull results that are reduced here."""
-        return any(part.reducer == self.me and self.plan.block_of(part).receives(member) for part in self.plan.parts)
 
     def served(self, member: int) -> None:
         """Notes that a member has been sent all results that it can get here, or is gone."""
@@ -197,7 +193,8 @@ class RoundState:
         # The last commit with it may have been of a later round, before this peer went back to the swarm's reference.
         apart = min(since, MAX_ROUNDS_APART) if since is not None and since > 0 else MAX_ROUNDS_APART
         limit = contribution.limit_rms * (1 + apart)
-        return shortened(difference_N, limit)
+        rms = math.sqrt(sum_of_squares(difference_N) / len(difference_N))
+        return difference_N * np.float32(limit / rms) if limit < rms < math.inf else difference_N
 
     def _check_stated(self, part: Part, contribution: Contribution, energy: float) -> None:
         """Refuses a difference longer than stated: the stated RMS decides how a member is scaled."""
@@ -440,15 +437,13 @@ class RoundState:
             changed |= taken_back.blocks  # of one that has missed the commit, only the versions
             if not keeps_work:
                 self.previous.restore(taken_back.blocks, self.reference, self.live_N, trained)
-        for part in self.wanted.values():
-            result = self.results.get(part.index)
-            if result is None:
-                continue
-            where = slice(part.start, part.start + part.size)
+        arrived = [(part, self.results[index]) for index, part in self.wanted.items() if index in self.results]
+        carried = self._carried(arrived)
+        for part, result in arrived:
             new_N = self._new_values(part, result)
             if part.block in trained:
-                self._update_target(part, result, new_N)
-            self.reference.values_N[where] = new_N
+                self._update_target(part, result, new_N, carried)
+            self.reference.values_N[part.start : part.start + part.size] = new_N
         self.committed = True
         self._feedback = ErrorFeedback()  # a round is kept until the next one; its rounding errors need not be
         self.reference.finish(self.plan.round, [(index, self._version(index, incomplete)) for index in sorted(changed)])
@@ -477,7 +472,17 @@ class RoundState:
         healed = self.me in block_plan.in_base or block not in incomplete
         return block_plan.new_version(self.plan.round) if healed else self.reference.versions[block]
 
-    def _update_target(self, part: Part, result: Result, new_N: FloatArray) -> None:
+    def _carried(self, arrived: Sequence[tuple[Part, Result]]) -> dict[int, float]:
+        """By block, how much of this member's work that its reducers have left out goes into its next difference."""
+        used: defaultdict[int, float] = defaultdict(float)  # shares of the largest sums of squares that may
+        for part, result in arrived:
+            own = self._contribution(part, self.me)
+            if own is not None and self.me not in result.included:
+                most = self.averaging.block_sizes[part.block] * (CARRIED_SHARE * own.limit_rms) ** 2
+                used[part.block] += sum_of_squares(self.own_difference(part)) / most
+        return {block: 1 / math.sqrt(max(1.0, share)) for block, share in used.items()}
+
+    def _update_target(self, part: Part, result: Result, new_N: FloatArray, carried: dict[int, float]) -> None:
         """Sets the live weights that a trained part must have after the commit."""
         where = slice(part.start, part.start + part.size)
         block_plan, own = self.plan.block_of(part), self._contribution(part, self.me)
@@ -489,7 +494,7 @@ class RoundState:
             return
         if own is not None and not included:
             # The reducer left out this member's work: carry it over to the new reference.
-            self.live_N[where] = new_N + shortened(self.own_difference(part), own.limit_rms)
+            self.live_N[where] = new_N + np.float32(carried[part.block]) * self.own_difference(part)
         else:
             residual_N = self._feedback.residual(part.index, self.own_difference(part)) if included else None
             self.live_N[where] = new_N if residual_N is None else new_N + residual_N
