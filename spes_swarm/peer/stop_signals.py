@@ -12,15 +12,15 @@ torch for other ranks, a second thread therefore ends the process.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -29,6 +29,7 @@ from spes_swarm.base.errors import LeftEarlyError
 
 _STUCK_S = 5.0  # until a signal that has not been handled ends the process
 _POLL_S = 0.1
+_HANDLED = 0  # no signal has this number
 STOPPED = "stopped immediately; only the last checkpoint is kept"
 
 
@@ -48,17 +49,17 @@ class StopSignals:
         self.requested = threading.Event()
         self.early_code = 0
         self._interrupts = False
-        self._handled: Counter[int] = Counter()  # how often each signal was
+        self._sent: socket.socket | None = None  # gets the number of each signal, and _HANDLED when it is handled
 
     def install(self) -> None:
         """Installs the handlers, and the thread that ends a process whose main thread is stuck; call this in the main
         thread of a process that does nothing else.
         """
-        self._set_handlers()
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a log, in which it asks for a report
         received, self._sent = socket.socketpair()
         self._sent.setblocking(False)
         signal.set_wakeup_fd(self._sent.fileno(), warn_on_full_buffer=False)
+        self._set_handlers()
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is a log, in which it asks for a report
         threading.Thread(target=self._watch, args=(received,), name="spes-signals", daemon=True).start()
         sys.unraisablehook = self._send_again
 
@@ -76,26 +77,35 @@ class StopSignals:
             signal.signal(number, self._handle)
 
     def _watch(self, received: socket.socket) -> None:
-        """Receives each signal when it arrives, even if the main thread does not."""
-        arrived: Counter[int] = Counter()
-        unhandled: list[int] = []
-        while received_byte := received.recv(1):
-            number = received_byte[0]
-            if number not in stop_signals():  # SIGUSR1 asks for a report; see base/log.py
+        """Receives each signal when it arrives, even if the main thread does not.
+
+        A signal has been handled if _HANDLED comes after it. This thread may get a processor only seconds later, so it
+        does not compare times.
+        """
+        waiting: list[int] = []
+        deadline = math.inf
+        while True:
+            received.settimeout(max(deadline - time.monotonic(), _POLL_S) if deadline < math.inf else None)
+            try:
+                number = received.recv(1)[0]
+            except TimeoutError:
+                self._end_if_stuck(waiting)
+                deadline = math.inf
                 continue
-            arrived[number] += 1  # no times are compared: this thread may get a processor seconds later
-            patience = time.monotonic() + _STUCK_S
-            while self._handled[number] < arrived[number] and time.monotonic() < patience:
-                time.sleep(_POLL_S)
-            if self._handled[number] >= arrived[number]:
-                continue
-            unhandled.append(number)
-            if self._interrupts:  # there is nothing to lose
-                os._exit(self.early_code)
-            # Linux delivers the lowest number first of two signals that are pending.
-            if signal.SIGINT in unhandled and (len(unhandled) > 1 or self.requested.is_set()):
-                print(f"join: {STOPPED}", file=sys.stderr, flush=True)
-                os._exit(130)
+            if number == _HANDLED:
+                waiting.clear()
+                deadline = math.inf
+            elif number in stop_signals():  # SIGUSR1 asks for a report; see base/log.py
+                waiting.append(number)
+                deadline = min(deadline, time.monotonic() + _STUCK_S)
+
+    def _end_if_stuck(self, waiting: Sequence[int]) -> None:
+        """Ends the process if signals that wait for the main thread ask for it."""
+        if self._interrupts:  # there is nothing to lose
+            os._exit(self.early_code)
+        if signal.SIGINT in waiting and (len(waiting) > 1 or self.requested.is_set()):
+            print(f"join: {STOPPED}", file=sys.stderr, flush=True)
+            os._exit(130)
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -131,7 +141,9 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self._handled[number] += 1
+        if self._sent is not None:
+            with suppress(OSError):
+                self._sent.send(bytes([_HANDLED]))
         again = self.requested.is_set()
         self.requested.set()
         if again and number == signal.SIGINT:

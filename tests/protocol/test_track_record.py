@@ -131,6 +131,18 @@ def test_who_is_established_and_what_is_usual_are_remembered() -> None:
     assert not again.is_new("honest1")
 
 
+def test_work_of_a_member_that_is_new_or_was_away_may_deviate() -> None:
+    tracks = TrackRecords()
+    may = []
+    for number in (1, 2, 3, 4, 5, 6, 7, 11, 12, 17, 18):
+        may.append(tracks.may_deviate("honest1", number))
+        commit(tracks, "honest0", number)
+    assert may == [*[True] * 5, False, False, False, False, True, False]
+    assert tracks.may_deviate("honest2", 19) is False
+    assert tracks.may_deviate("somebody", 19)
+    assert restarted(tracks, 19).may_deviate("honest1", 19)  # this peer was away itself
+
+
 @pytest.mark.parametrize("resumed", [5, ROUNDS + 1])
 def test_a_peer_that_goes_on_from_an_older_checkpoint_remembers_for_as_long_as_otherwise(resumed: int) -> None:
     tracks = history()["honest0"]

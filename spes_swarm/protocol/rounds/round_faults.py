@@ -13,8 +13,8 @@ from spes_swarm.base.wording import plural
 from spes_swarm.protocol.rounds.plan import Part, Plan
 
 # A difference more than this many times as long as its writer's tokens explain is reported. An honest member whose work
-# was left out of a round brings the work of two to the next. One that has done more steps than others is scaled down,
-# but not reported.
+# was left out of a round brings more than one round's to the next; see clipping.CARRIED_SHARE. One that has done more
+# steps than others is scaled down, but not reported.
 MATERIAL_EXCESS = 2.0
 # A member is reported if clipping leaves less than this share of its deviation from the common direction. Honest
 # members keep 0.99 or more on average.
@@ -28,7 +28,8 @@ def clipped(plan: Plan, deviations_left: Mapping[int, float], new: Collection[in
     """One fault (`clipped`) for each member whose contribution was materially shortened.
 
     `deviations_left` is the share of each member's deviation that clipping left, averaged over the parts reduced here
-    and, except for `new` members (those with few commits), over this round and earlier ones.
+    and, except for `new` members (those with few commits, or back after several rounds), over this round and earlier
+    ones.
     """
     faults: list[tuple[int, ProtocolError]] = []
     for member, claim in enumerate(plan.claims):

@@ -286,7 +286,7 @@ class RoundState:
         if not self.bounds.bounded:
             return []
         ids = [member.peer_id for member in self.group.members]
-        new = {i for i, peer_id in enumerate(ids) if self.tracks.is_new(peer_id)}
+        new = {i for i, peer_id in enumerate(ids) if self.tracks.may_deviate(peer_id, self.plan.round)}
         left = self.agreements.deviations_left()
         known = {i: self.tracks.agreement(ids[i], value) for i, value in left.items() if i not in new}
         return round_faults.clipped(self.plan, left | known, new)
@@ -302,7 +302,7 @@ class RoundState:
         ids = [member.peer_id for member in self.group.members]
         in_order = {ids[i] for i in honoured - aside - self.refused}
         for i in left:
-            if not tracks.is_new(ids[i]):
+            if not tracks.may_deviate(ids[i], self.plan.round):
                 tracks.note_agreement(ids[i], left[i])
         for i, found in self.agreements.opposition.items():
             tracks.conduct.note_opposition(ids[i], self.plan.round, found)
