@@ -18,6 +18,7 @@ SwarmError
 │   └── PublicationError  a publication that is malformed, damaged, or not of the expected run or model
 ├── ProtocolError         a peer sent something that the protocol does not allow; the message is dropped
 ├── RoundError            a round could not be held; the reference and the live weights are unchanged
+│   └── NoLeaderError     nobody leads it
 ├── TransferError         no peer delivers the swarm's reference
 ├── NetworkProcessError   the network process died or does not answer
 ├── RankError             another rank of this peer died or does not answer
@@ -113,6 +114,10 @@ class ProtocolError(SwarmError):
 
 class RoundError(SwarmError):
     """A round could not be held; the reference and the live weights are unchanged."""
+
+
+class NoLeaderError(RoundError):
+    """All peers that this one would follow to a round follow others themselves."""
 
 
 class TransferError(SwarmError):

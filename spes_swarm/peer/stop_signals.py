@@ -48,6 +48,7 @@ class StopSignals:
     def __init__(self) -> None:
         self.requested = threading.Event()
         self.early_code = 0
+        self._handled_at = -math.inf  # monotonic time
         self._interrupts = False
         self._sent: socket.socket | None = None  # gets the number of each signal, and _HANDLED when it is handled
 
@@ -79,31 +80,34 @@ class StopSignals:
     def _watch(self, received: socket.socket) -> None:
         """Receives each signal when it arrives, even if the main thread does not.
 
-        A signal has been handled if _HANDLED comes after it. This thread may get a processor only seconds later, so it
-        does not compare times.
+        A signal has been handled if _HANDLED comes after it: this thread may get a processor only seconds later, so
+        times alone would not do. Rarely, _HANDLED comes just before it, since any thread may receive the signal.
         """
         waiting: list[int] = []
         deadline = math.inf
         while True:
-            received.settimeout(max(deadline - time.monotonic(), _POLL_S) if deadline < math.inf else None)
+            received.settimeout(_POLL_S if deadline < math.inf else None)
+            looked = time.monotonic()
             try:
                 number = received.recv(1)[0]
             except TimeoutError:
-                self._end_if_stuck(waiting)
-                deadline = math.inf
+                if looked >= deadline:
+                    self._end_if_stuck(waiting)
+                    deadline = math.inf
                 continue
             if number == _HANDLED:
                 waiting.clear()
                 deadline = math.inf
-            elif number in stop_signals():  # SIGUSR1 asks for a report; see base/log.py
-                waiting.append(number)
-                deadline = min(deadline, time.monotonic() + _STUCK_S)
+            elif number in stop_signals() and time.monotonic() - self._handled_at > _POLL_S:
+                waiting.append(number)  # SIGUSR1 asks for a report; see base/log.py
+                if len(waiting) <= 2:
+                    deadline = time.monotonic() + _STUCK_S
 
     def _end_if_stuck(self, waiting: Sequence[int]) -> None:
         """Ends the process if signals that wait for the main thread ask for it."""
         if self._interrupts:  # there is nothing to lose
             os._exit(self.early_code)
-        if signal.SIGINT in waiting and (len(waiting) > 1 or self.requested.is_set()):
+        if waiting[-1] == signal.SIGINT and (len(waiting) > 1 or self.requested.is_set()):
             print(f"join: {STOPPED}", file=sys.stderr, flush=True)
             os._exit(130)
 
@@ -141,6 +145,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
+        self._handled_at = time.monotonic()
         if self._sent is not None:
             with suppress(OSError):
                 self._sent.send(bytes([_HANDLED]))

@@ -7,11 +7,13 @@ import math
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from spes_swarm.base.errors import RoundError
+from spes_swarm.base.errors import NoLeaderError, RoundError
 from spes_swarm.network.round.rendezvous import Rendezvous
+from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.rounds.statement import Group
 from tests.helpers.meeting import WINDOW_S, Meeting
 from tests.helpers.rounds import RUN_ID
@@ -81,6 +83,29 @@ def test_a_follower_that_is_back_before_the_last_one_comes_is_in_the_round() -> 
     groups = groups_of(meeting, [0.0, 0.0, 0.0, 4.8], [("B", 0.5, 4.7)])
     check_one(groups)
     assert len(groups) == 4
+
+
+def test_of_two_newcomers_that_follow_each_other_one_leads() -> None:
+    """Both have their reference from a peer that has died."""
+    meeting = Meeting("ABH")
+    following = {who.peer_id: Standing([other.peer_id for other in meeting.honest]) for who in meeting.honest}
+
+    async def enter(who: Rendezvous) -> Group:
+        try:
+            return await who.join(meeting.statement())
+        except NoLeaderError:
+            following[who.identity.peer_id].stop_following()  # as SyncRounds does
+            raise
+
+    def defers(me: str) -> bool:
+        return following[me].defers(n.peer_id for n in meeting.known[me])
+
+    meeting.peers = [meeting.rendezvous(who, defers=partial(defers, who.peer_id)) for who in meeting.honest]
+    for who, standing in following.items():
+        standing.follow()
+        meeting.known[who][:] = [n for n in meeting.known[who] if n.peer_id != meeting.hostile.peer_id]
+        assert defers(who)
+    meeting.meet(limit_s=2 * WINDOW_S, enter=enter)
 
 
 def test_a_peer_that_wakes_when_the_round_is_over_learns_so_at_once() -> None:

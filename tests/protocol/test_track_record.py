@@ -141,6 +141,7 @@ def test_work_of_a_member_that_is_new_or_was_away_may_deviate() -> None:
     assert tracks.may_deviate("honest2", 19) is False
     assert tracks.may_deviate("somebody", 19)
     assert restarted(tracks, 19).may_deviate("honest1", 19)  # this peer was away itself
+    assert tracks.may_deviate("honest1", 18)  # it has gone back to an older round
 
 
 @pytest.mark.parametrize("resumed", [5, ROUNDS + 1])

@@ -30,7 +30,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from spes_swarm.base.changes import Changes
-from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.base.errors import NoLeaderError, ProtocolError, RoundError
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.round.gathering import CALL_TIMEOUT_S, POLL_S, POLL_TIMEOUT_S, Gathering, hold_poll, now
 from spes_swarm.network.round.patience import Patience
@@ -129,9 +129,10 @@ class Rendezvous:
                     failed.add(leader)
                     continue
                 if leader is None:
+                    error = NoLeaderError if failed and not self._silent else RoundError
                     failed.clear()
                     self._forgive()
-                    raise RoundError("no peer that could lead the round is reachable")
+                    raise error("no peer that could lead the round is reachable")
                 if leader == self.identity.peer_id:
                     group = await self._lead(statement.round, sealed, deadline, failed)
                 else:

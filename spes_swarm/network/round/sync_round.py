@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.base.errors import NoLeaderError, ProtocolError, RoundError
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.metrics import events
@@ -80,7 +80,11 @@ class SyncRounds:
         """
         started = time.monotonic()
         statement = await self._state(target_round, tokens, routed, leaving, loss_rose)
-        group = await self.rendezvous.join(statement)
+        try:
+            group = await self.rendezvous.join(statement)
+        except NoLeaderError:
+            self.run_state.roster.standing.stop_following()
+            raise
         self.run_state.group = frozenset(member.peer_id for member in group.members)
         grouped = time.monotonic()
         plan = self._make_plan(

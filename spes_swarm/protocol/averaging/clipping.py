@@ -25,6 +25,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
+import numpy as np
+
+from spes_swarm.base.arrays import FloatArray, sum_of_squares
 from spes_swarm.protocol.averaging.agreement import MIN_TO_AGREE
 
 # No member weighs more than this many times the median, unless earlier commits bear it out.
@@ -39,8 +42,9 @@ TOLERANCE = 1.02
 # A member from the other side of a partition may be this many rounds away from the swarm's base.
 MAX_ROUNDS_APART = 8
 # Work that reducers have left out takes up no more than this share of what counts in full in the next difference of its
-# block: a reducer that always drops the same member's work would otherwise make that member's differences too long.
-CARRIED_SHARE = 0.5
+# block, and of a part no more than so many times the length that its member has stated. Otherwise a reducer that always
+# drops the same member's work would make that member's differences too long, for itself or for the next reducer.
+CARRIED_SHARE, CARRIED_PART_RATIO = 0.5, 1.8
 # Deviations below this share of the block's median RMS are never shortened, however well the others agree: on embedding
 # rows that only one member's tokens have touched, no other member agrees with it.
 FREE_DEVIATION = 0.5
@@ -120,6 +124,12 @@ def _block_rms(stated: Stated, expert: int | None) -> float:
 def scale(stated_rms: float, limit: float) -> float:
     """The factor that a contribution is multiplied by."""
     return max(LEAST_SCALE, min(1.0, limit / stated_rms)) if stated_rms > 0 else 1.0
+
+
+def shortened(difference_N: FloatArray, limit: float) -> FloatArray:
+    """A difference (N,), scaled down to an RMS of `limit` if it is longer."""
+    rms = math.sqrt(sum_of_squares(difference_N) / len(difference_N))
+    return difference_N * np.float32(limit / rms) if limit < rms < math.inf else difference_N
 
 
 @dataclass(slots=True)

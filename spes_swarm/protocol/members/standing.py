@@ -85,6 +85,10 @@ class Standing:
         """Notes that this peer has fetched its reference: until its first commit it follows its initial peers."""
         self._follows = True
 
+    def stop_following(self) -> None:
+        """Notes that all of this peer's initial peers follow others: of two that follow each other, one must lead."""
+        self._follows = False
+
     def is_member(self, peer_id: str) -> bool:
         """Returns True if the work of a peer is in a round that this peer has committed."""
         return peer_id in self._members

@@ -18,7 +18,7 @@ import numpy as np
 from spes_swarm.base.arrays import FloatArray, sum_of_squares
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
-from spes_swarm.protocol.averaging.clipping import CARRIED_SHARE, MAX_ROUNDS_APART, EnergyBudget
+from spes_swarm.protocol.averaging import clipping
 from spes_swarm.protocol.averaging.commitments import CONTRIBUTION, RESULT, Commitment, Opening, SigningKey
 from spes_swarm.protocol.averaging.recipe import mean
 from spes_swarm.protocol.averaging.signed_result import SignedResult, contribution_leaf, decode, encode, head_of
@@ -79,7 +79,7 @@ class RoundState:
         self._reduced_sizes: Counter[int] = Counter()  # how many elements of each block are reduced here
         for part in plan.parts:
             self._reduced_sizes[part.block] += part.size if part.reducer == me else 0
-        self._budgets: dict[tuple[int, int], EnergyBudget] = {}  # of contributions, by (member, block)
+        self._budgets: dict[tuple[int, int], clipping.EnergyBudget] = {}  # of contributions, by (member, block)
         self.agreements = Agreements(self.me)
         self._feedback = ErrorFeedback()
         self._accumulators: dict[int, Accumulator] = {}
@@ -191,10 +191,9 @@ class RoundState:
         peer_id = self.group.members[contribution.member].peer_id
         since = self.tracks.rounds_since(peer_id, self.plan.round)
         # The last commit with it may have been of a later round, before this peer went back to the swarm's reference.
-        apart = min(since, MAX_ROUNDS_APART) if since is not None and since > 0 else MAX_ROUNDS_APART
+        apart = min(since, clipping.MAX_ROUNDS_APART) if since is not None and since > 0 else clipping.MAX_ROUNDS_APART
         limit = contribution.limit_rms * (1 + apart)
-        rms = math.sqrt(sum_of_squares(difference_N) / len(difference_N))
-        return difference_N * np.float32(limit / rms) if limit < rms < math.inf else difference_N
+        return clipping.shortened(difference_N, limit)
 
     def _check_stated(self, part: Part, contribution: Contribution, energy: float) -> None:
         """Refuses a difference longer than stated: the stated RMS decides how a member is scaled."""
@@ -202,7 +201,7 @@ class RoundState:
             return
         sizes = self.averaging.block_sizes[part.block], self._reduced_sizes[part.block]
         budget = self._budgets.setdefault(
-            (contribution.member, part.block), EnergyBudget(contribution.stated_rms, *sizes)
+            (contribution.member, part.block), clipping.EnergyBudget(contribution.stated_rms, *sizes)
         )
         if not (budget.allows_part(energy, part.size) and budget.spend(energy, part.size)):
             raise ProtocolError("norm", f"part {part.index} exceeds the stated RMS of {contribution.stated_rms:.3g}")
@@ -302,7 +301,7 @@ class RoundState:
         ids = [member.peer_id for member in self.group.members]
         in_order = {ids[i] for i in honoured - aside - self.refused}
         for i in left:
-            if not tracks.may_deviate(ids[i], self.plan.round):
+            if not tracks.is_new(ids[i]):
                 tracks.note_agreement(ids[i], left[i])
         for i, found in self.agreements.opposition.items():
             tracks.conduct.note_opposition(ids[i], self.plan.round, found)
@@ -478,8 +477,8 @@ class RoundState:
         for part, result in arrived:
             own = self._contribution(part, self.me)
             if own is not None and self.me not in result.included:
-                most = self.averaging.block_sizes[part.block] * (CARRIED_SHARE * own.limit_rms) ** 2
-                used[part.block] += sum_of_squares(self.own_difference(part)) / most
+                most = self.averaging.block_sizes[part.block] * (clipping.CARRIED_SHARE * own.limit_rms) ** 2
+                used[part.block] += sum_of_squares(self.own_difference(part)) / max(most, 1e-300)
         return {block: 1 / math.sqrt(max(1.0, share)) for block, share in used.items()}
 
     def _update_target(self, part: Part, result: Result, new_N: FloatArray, carried: dict[int, float]) -> None:
@@ -494,7 +493,8 @@ class RoundState:
             return
         if own is not None and not included:
             # The reducer left out this member's work: carry it over to the new reference.
-            self.live_N[where] = new_N + np.float32(carried[part.block]) * self.own_difference(part)
+            carried_N = clipping.shortened(self.own_difference(part), clipping.CARRIED_PART_RATIO * own.stated_rms)
+            self.live_N[where] = new_N + np.float32(carried[part.block]) * carried_N
         else:
             residual_N = self._feedback.residual(part.index, self.own_difference(part)) if included else None
             self.live_N[where] = new_N if residual_N is None else new_N + residual_N
