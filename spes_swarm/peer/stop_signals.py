@@ -89,12 +89,15 @@ class StopSignals:
             received.settimeout(_POLL_S if deadline < math.inf else None)
             looked = time.monotonic()
             try:
-                number = received.recv(1)[0]
+                byte = received.recv(1)
             except TimeoutError:
                 if looked >= deadline:
                     self._end_if_stuck(waiting)
                     deadline = math.inf
                 continue
+            if not byte:
+                return
+            number = byte[0]
             if number == _HANDLED:
                 waiting.clear()
                 deadline = math.inf

@@ -36,14 +36,20 @@ def test_a_peer_that_is_stuck_while_joining_ends_at_a_stop_and_not_at_a_request_
     monkeypatch: pytest.MonkeyPatch, number: int, exits: list[int]
 ) -> None:
     codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
+
+    def end(code: int) -> None:
+        codes.append(code)
+        sent.close()
+
+    monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(stop_signals, "_STUCK_S", 0.0)
     signals = StopSignals()
     signals.early_code = 7
     sent, received = socket.socketpair()
-    with received:
-        with sent:
-            sent.send(bytes([number]))
+    with received, sent:
+        sent.send(bytes([number]))
+        if not exits:
+            sent.close()
         with signals.interruptible():
             signals._watch(received)
     assert codes == exits

@@ -37,7 +37,7 @@ def test_a_member_is_named_for_pulling_aside_in_the_second_round_of_it() -> None
         if number >= NUM_FIRST_COMMITS:
             peers[HOSTILE].live_N[:] = peers[HOSTILE].reference.values_N
             add_noise(peers[HOSTILE], STEP)  # of the usual length, and in no direction that the others know
-        plan, states = states_of(peers)
+        plan, states = states_of(peers, number + 1)
         state = RoundState(
             states[0].group, plan, 0, peers[0].reference, peers[0].live_N, states[0].codec, BOUNDED, KEY, tracks=met
         )
