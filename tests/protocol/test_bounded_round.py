@@ -7,7 +7,7 @@ import pytest
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.protocol.averaging.clipping import MAX_ROUNDS_APART
+from spes_swarm.protocol.averaging.clipping import CARRIED_PART_RATIO, MAX_ROUNDS_APART
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.frames import Frame
@@ -505,23 +505,24 @@ def test_work_that_was_dropped_for_long_passes_at_the_next_reducer() -> None:
     assert not any(state.refused or state.own_faults for state in states)
 
 
-def test_work_of_a_long_part_that_is_left_out_once_is_carried_over_whole() -> None:
+@pytest.mark.parametrize(("clip", "untouched"), [(CLIP, 0.6), (0.0, 0.9)])
+def test_work_of_a_long_part_that_is_left_out_once_is_carried_over_whole(clip: float, untouched: float) -> None:
     """Rows of an embedding that no token has touched make the others' longer than the block's."""
     peers = swarm(LARGE, HOLDINGS)
     before_N = peers[0].live_N.copy()
     train(peers)
-    shared = LARGE.blocks[SHARED_BLOCK]
+    touched = round(LARGE.blocks[SHARED_BLOCK].size * untouched)  # from here on
     for who in peers:
-        who.live_N[: shared.size * 6 // 10] = before_N[: shared.size * 6 // 10]
+        who.live_N[:touched] = before_N[:touched]
     difference_N = peers[0].live_N - before_N
-    plan = make_plan(form(peers, 1), LARGE, 1024, clip=CLIP)
-    long = [part for part in plan.parts if part.block == SHARED_BLOCK and part.start >= shared.size * 6 // 10]
+    plan = make_plan(form(peers, 1), LARGE, 1024, clip=clip)
+    long = [part for part in plan.parts if part.block == SHARED_BLOCK and part.start >= touched]
     lost = next(part for part in long if part.reducer != 0)
     stated = next(c for c in plan.blocks[SHARED_BLOCK].contributions if c.member == 0)
     where = slice(lost.start, lost.start + lost.size)
-    assert rms(difference_N[where]) > stated.limit_rms
+    assert rms(difference_N[where]) > (stated.limit_rms if clip else CARRIED_PART_RATIO * stated.stated_rms)
     hold_round(
-        peers, 1, codec="fp16", part_elements=1024, clip=CLIP, lose_push=lambda sender, frame: frame.part == lost.index
+        peers, 1, codec="fp16", part_elements=1024, clip=clip, lose_push=lambda sender, frame: frame.part == lost.index
     )
     carried_N = peers[0].live_N[where] - peers[0].reference.values_N[where]
     np.testing.assert_allclose(carried_N, difference_N[where], atol=1e-6)

@@ -491,9 +491,9 @@ class RoundState:
             # The only contributor keeps its live weights: the codec's rounding error stays in its next difference. If
             # its work was scaled down, they are replaced: the excess would make its next difference too long again.
             return
-        if own is not None and not included:
-            # The reducer left out this member's work: carry it over to the new reference.
-            carried_N = clipping.shortened(self.own_difference(part), clipping.CARRIED_PART_RATIO * own.stated_rms)
+        if own is not None and not included:  # it is carried over to the new reference
+            most = clipping.CARRIED_PART_RATIO * own.stated_rms if self.bounds.bounded else math.inf
+            carried_N = clipping.shortened(self.own_difference(part), most)
             self.live_N[where] = new_N + np.float32(carried[part.block]) * carried_N
         else:
             residual_N = self._feedback.residual(part.index, self.own_difference(part)) if included else None
