@@ -2,6 +2,7 @@
 
     .venv/bin/python scripts/attack.py --rounds 20 --seeds 3 --kinds loud ghosts
     .venv/bin/python scripts/attack.py --rounds 24 --honest 6 --hostile 2 --kinds slow late-leader
+    .venv/bin/python scripts/attack.py --tiny --rounds 200 --seeds 20 --kinds
 
 Besides --honest peers, --hostile attackers of one kind run, each with an identity of its own. Members take part from
 the first round on: they contribute noise (see tests/helpers/noise_peer.py), lie about the results that they reduce
@@ -13,8 +14,8 @@ they flip the results that they reduce. `fifth` is honest, and shows the cost of
 Strangers that never take part (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of all
 honest peers; intruders, which only submit statements (`silent`, `absent`, `lying`, `owing`; see
 tests/helpers/intruder.py), before it. The attackers are killed after round --rounds, and the honest peers train for two
-more rounds. The baseline of each seed is a run without attackers. All peers are real processes on this machine. Prints
-a line for each run and the means over the seeds, and writes JSON.
+more rounds. The baseline of each seed is a run without attackers; `--kinds` alone runs only those. All peers are real
+processes on this machine. Prints a line for each run and the means over the seeds, and writes JSON.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ import yaml
 from scripts.testing.chaos.peer import accuses
 from scripts.testing.local_peer import Event, LocalPeer
 from spes_swarm.config.file import load_config, paper_config_path
+from spes_swarm.config.run import RunConfig
 from spes_swarm.protocol.members.identity import Identity
 from tests.helpers.lying_contributor import ACCOMPLICES
 from tests.helpers.lying_contributor import KINDS as LYING_CONTRIBUTORS
 from tests.helpers.lying_reducer import KINDS as LYING_REDUCERS
+from tests.helpers.swarm import TINY_RUN
 
 ROOT = Path(__file__).parent.parent
 RECOVERY_ROUNDS = 2
@@ -216,6 +219,7 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=paper_config_path())
+    parser.add_argument("--tiny", action="store_true", help="the smallest model instead, for many rounds or peers")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--honest", type=int, default=4, help="honest peers")
     parser.add_argument("--hostile", type=int, default=1, help="attackers of a kind")
@@ -228,7 +232,7 @@ def main() -> int:
     parser.add_argument("--inner-steps", type=int, help="override the configuration's")
     parser.add_argument("--json", type=Path, default=Path("runs/attack.json"))
     options = parser.parse_args()
-    configured = load_config(options.config).run
+    configured = RunConfig.from_dict(TINY_RUN, "--tiny") if options.tiny else load_config(options.config).run
     if "shielded" in options.kinds and options.hostile < 2:
         parser.error("shielded: it takes --hostile 2 or more")
     if configured is None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Final
 
 from spes_swarm.base.wording import plural, seconds
-from spes_swarm.monitor.state import Excluded, SwarmState, WithoutDuty
+from spes_swarm.monitor.state import Accused, Excluded, SwarmState
 
 _STEPS: Final = " ▁▂▃▄▅▆▇█"
 
@@ -63,7 +63,7 @@ def name_of(state: SwarmState, peer_id: str) -> str:
     return peer_id[-8:]
 
 
-def by_words(accused: Excluded | WithoutDuty) -> str:
+def by_words(accused: Accused) -> str:
     """How many peers say so: 5 of 7."""
     return f"{accused.by} of {accused.of}"
 

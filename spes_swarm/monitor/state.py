@@ -133,13 +133,19 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Excluded:
-    """A peer against which others say that they have the proof of a lie; see accusations.py."""
+class Accused:
+    """A peer about which others say something."""
 
     peer_id: _PeerId
     name: Annotated[_PeerName, Field(description="as last seen, sanitised; may be empty")]
     by: Annotated[_Positive, Field(description="present peers that say so")]
     of: Annotated[_Positive, Field(description="present peers that could")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Excluded(Accused):
+    """A peer against which others say that they have the proof of a lie; see accusations.py."""
+
     since: Annotated[NotNegative, Field(description="when this monitor saw it first")]
     verified: Annotated[bool, Field(description="whether this monitor has verified a proof; false: it may be slander")]
     # What the proof shows; null without one.
@@ -150,13 +156,9 @@ class Excluded:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WithoutDuty:
+class WithoutDuty(Accused):
     """A peer of which most others say that it has no duty: it reduces nothing and leads no round."""
 
-    peer_id: _PeerId
-    name: Annotated[_PeerName, Field(description="as last seen, sanitised; may be empty")]
-    by: Annotated[_Positive, Field(description="present peers that say so")]
-    of: Annotated[_Positive, Field(description="present peers that could")]
     since: Annotated[Count, Field(description="round, lower median of what they say")]
     kinds: Annotated[tuple[_FaultKind, ...], Field(description="the faults that they have seen")]
 

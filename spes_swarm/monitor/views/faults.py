@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spes_swarm.monitor.figures import by_words, lie_words, peer_words
-from spes_swarm.monitor.state import Excluded, SwarmState, WithoutDuty
+from spes_swarm.monitor.state import Accused, Excluded, SwarmState
 
 
 def faults_text(state: SwarmState) -> str:
@@ -47,7 +47,7 @@ def _say(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _name(one: Excluded | WithoutDuty) -> str:
+def _name(one: Accused) -> str:
     return f"{one.name or '-'} ({one.peer_id[-8:]})"
 
 

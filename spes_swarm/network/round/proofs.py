@@ -96,13 +96,10 @@ class Proofs:
         except Exception:  # this peer has made it
             _LOGGER.exception("a proof is invalid")
 
-    async def add(self, data: bytes, *, about: str | None = None) -> bool:
-        """Verifies and keeps a proof, which excludes its culprit.
+    async def add(self, data: bytes, *, about: str | None = None) -> None:
+        """Verifies and keeps a proof, which excludes its culprit, unless there is one or the lie has been pardoned.
 
         `about`: whose lie it should show, if another peer has made it.
-
-        Returns:
-            False if there is one against the culprit already, or the lie has been pardoned.
 
         Raises:
             ProtocolError: it proves nothing, or is about another run, another peer, or a round that is to come.
@@ -112,7 +109,7 @@ class Proofs:
         if proof.run_id != self._run.run_id or about not in (None, culprit) or self._is_to_come(proof.round):
             raise ProtocolError("proof", f"a proof about {culprit}, round {proof.round} of the run {proof.run_id}")
         if exclusions.is_culprit(culprit) or exclusions.is_pardoned(culprit, proof.round):
-            return False
+            return
         self._keep(proof, data)
         kept: Path | None = None
         if self._folder is not None:
@@ -129,7 +126,6 @@ class Proofs:
         ]
         self._on_fault(culprit, ProtocolError("proven", "; ".join(words)))
         self.on_new()
-        return True
 
     def _is_to_come(self, round_number: int) -> bool:
         return round_number > self._run.reference.round + _ROUNDS_AHEAD

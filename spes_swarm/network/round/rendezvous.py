@@ -111,7 +111,7 @@ class Rendezvous:
         """Submits this peer's statement to the round and returns the closed group.
 
         Raises:
-            RoundError: the round was closed without this peer, or no group formed in time.
+            RoundError: the round was closed without this peer, or no group formed in time (NoLeaderError: none leads).
         """
         sealed = seal_statement(self.identity, self.run_id, statement)
         deadline = now() + 2 * self.window_s + 20.0

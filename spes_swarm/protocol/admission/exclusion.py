@@ -87,10 +87,6 @@ class Exclusions:
         """The newest round in which a culprit has lied."""
         return self._lies[peer_id]
 
-    def round_of(self, peer_id: str) -> int | None:
-        """The newest round in which an excluded peer has lied; None for others."""
-        return self._lies[peer_id] if peer_id in self else None
-
     def for_long(self, peer_id: str, round_number: int) -> bool:
         """Returns True if a peer has been excluded for more than GRACE_ROUNDS before a round."""
         since = self._since.get(peer_id, round_number)

@@ -86,7 +86,8 @@ class Membership:
 
     def why_not(self, peer_id: str, now: float) -> str:
         """Why a peer that is not admitted is refused, in a few words for its user."""
-        if (lied := self.exclusions.round_of(peer_id)) is not None:
+        if peer_id in self.exclusions:
+            lied = self.exclusions.lie_of(peer_id)
             return f"{peer_id} is excluded: a proof shows a lie in round {lied} (only the founder can pardon it)"
         chains = self._chains_of(peer_id)
         if any(self._is_revoked(chain, peer_id) for chain in chains):
