@@ -10,12 +10,13 @@ the first round on: they contribute noise (see tests/helpers/noise_peer.py), lie
 others (`opposite`, `experts`, `verdicts`, `accusing` and others; see tests/helpers/lying_contributor.py), keep the
 others waiting (`slow`, `slow-push`, `slow-pull`, `late-leader`; see tests/helpers/slow_peer.py), or claim all experts
 (`claimant`, otherwise honest). Of `shielded` ones, the first shows its work to no auditor, which protects the others:
-they flip the results that they reduce. `fifth` is honest, and shows the cost of another process on the same cores.
-Strangers that never take part (`clock`, `ghosts`; see tests/helpers/strangers.py) come after the first commit of all
-honest peers; intruders, which only submit statements (`silent`, `absent`, `lying`, `owing`; see
-tests/helpers/intruder.py), before it. The attackers are killed after round --rounds, and the honest peers train for two
-more rounds. The baseline of each seed is a run without attackers; `--kinds` alone runs only those. All peers are real
-processes on this machine. Prints a line for each run and the means over the seeds, and writes JSON.
+they flip the results that they reduce. `fifth` is honest, and shows the cost of another process on the same cores;
+`tenth` is, too, and trains at a tenth of the speed. Strangers that never take part (`clock`, `ghosts`; see
+tests/helpers/strangers.py) come after the first commit of all honest peers; intruders, which only submit statements
+(`silent`, `absent`, `lying`, `owing`; see tests/helpers/intruder.py), before it. The attackers are killed after round
+--rounds, and the honest peers train for two more rounds. The baseline of each seed is a run without attackers;
+`--kinds` alone runs only those. All peers are real processes on this machine. Prints a line for each run and the means
+over the seeds, and writes JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ STRANGERS = ("clock", "ghosts")
 SLOW = ("slow", "slow-push", "slow-pull", "late-leader")
 INTRUDERS = ("silent", "absent", "lying", "owing")
 LIARS = dict.fromkeys(LYING_REDUCERS, "lying_reducer") | dict.fromkeys(LYING_CONTRIBUTORS, "lying_contributor")
-EXPERTS = {"claimant": "0,1,2,3,4,5,6,7", "fifth": "auto"} | dict.fromkeys(LIARS, "auto")
+HELPERS = LIARS | {"tenth": "slow_join"}
+EXPERTS = {"claimant": "0,1,2,3,4,5,6,7", "fifth": "auto"} | dict.fromkeys(HELPERS, "auto")
 MEMBERS = (*NOISE, *SLOW, *EXPERTS, "shielded")
 KINDS = (*MEMBERS, *STRANGERS, *INTRUDERS)
 PATIENCE_S = 600.0
@@ -125,7 +127,8 @@ def command_line(directory: Path, kind: str, addresses: list[str], size: float, 
     joining = ["--initial-peers", addresses[0], "--experts", EXPERTS[kind], "--output-dir", str(directory)]
     # Several would begin without the others, while these wait for all.
     joining += ["--wait-for-peers", str(len(addresses) + hostile)]
-    return [*([f"tests.helpers.{LIARS[kind]}", kind] if kind in LIARS else ["spes_swarm.join"]), *LOOPBACK, *joining]
+    module = [f"tests.helpers.{HELPERS[kind]}", kind] if kind in HELPERS else ["spes_swarm.join"]
+    return [*module, *LOOPBACK, *joining]
 
 
 def run_swarm(directory: Path, config: Path, kind: str, options: argparse.Namespace, seed: int) -> Outcome:

@@ -18,6 +18,9 @@ CPU seconds hardly depend on what else the machine does; the seconds of an excha
 are short, so peers end up with slightly different numbers of them, on which the loss depends. `--profile` also counts
 the CPU time of single functions, and costs some itself. The exit code is 1 if a peer reported a fault, or a round
 lacked a member or a part.
+
+With `--slow-mbps`, the last peer has a slower line, deadlines are the quickstart's, and only signing peers are run: it
+shows how the others deal with it.
 """
 
 from __future__ import annotations
@@ -109,7 +112,8 @@ def run_settings(options: argparse.Namespace) -> dict[str, Any]:
         changed["training"].pop("muon_momentum")
         changed["evaluation"]["sequences"] = 32
     patience = {"stall_timeout_s": 30, "timeout_s": 240, "progress_ttl_s": 60, "lease_s": 240}  # for a busy machine
-    changed["round"] |= patience
+    if options.slow_mbps is None:
+        changed["round"] |= patience
     if options.inner_steps:
         changed["round"]["inner_steps"] = options.inner_steps
     changed["evaluation"]["every_rounds"] = last_round(options)
@@ -144,7 +148,8 @@ def measure(variant: str, seed: int, options: argparse.Namespace, directory: Pat
             )
         for host, peer in enumerate(peers):  # peers that join download the model, which is not measured
             peer.wait_for_round(1)
-            network.limit(host, options.mbps)
+            slow = options.slow_mbps is not None and host == options.peers - 1
+            network.limit(host, options.slow_mbps if slow else options.mbps)
         samples = follow(peers, (options.warm_up, options.warm_up + options.rounds))
         for peer in peers:
             if peer.wait() != 0:
@@ -247,6 +252,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=3, metavar="ROUNDS", help="before them")
     parser.add_argument("--inner-steps", type=int, help="override the quickstart's")
     parser.add_argument("--mbps", type=float, default=100.0, help="of each peer's line")
+    parser.add_argument("--slow-mbps", type=float, help="of the last peer's line, if that is slower")
     parser.add_argument("--profile", action="store_true", help="count the CPU time of single functions, too")
     parser.add_argument("--json", type=Path, default=Path("runs/audits.json"))
     options = parser.parse_args(argv)
@@ -261,7 +267,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_arguments(argv)
     swarms: list[Swarm] = []
     for seed in range(options.seeds):
-        for variant in VARIANTS[:: 1 if seed % 2 == 0 else -1]:
+        both = VARIANTS[:: 1 if seed % 2 == 0 else -1]
+        for variant in both if options.slow_mbps is None else ["signed"]:
             begun = time.monotonic()
             with tempfile.TemporaryDirectory(prefix="bench-audits-") as name:
                 swarm = measure(variant, seed, options, Path(name) / "swarm")
@@ -273,7 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flush=True,
             )
             print("".join(f"FAULT {trouble}\n" for trouble in swarm.troubles), end="", flush=True)
-    print(table(swarms))
+    if options.slow_mbps is None:
+        print(table(swarms))
     if options.profile:
         print(table_of_functions(swarms))
     options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""Peers that train more slowly than this machine would: `python -m tests.helpers.slow_join` takes join's arguments."""
+"""Peers that train more slowly than this machine would.
+
+`python -m tests.helpers.slow_join [tenth]` takes join's arguments; `tenth`: at a tenth of the speed, not with a pause.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,21 @@ def _following_main(metrics: Path, steps: int, arguments: list[str]) -> int:
     return main(arguments)
 
 
+def _tenth_main(arguments: list[str]) -> int:
+    """A peer at a tenth of the speed of this machine: each step is followed by a pause nine times as long."""
+    take_step = trainer.Trainer._train_step
+
+    def slowly(self: trainer.Trainer) -> None:
+        begun = time.monotonic()
+        take_step(self)
+        until = time.monotonic() + 9 * (time.monotonic() - begun)
+        while time.monotonic() < until and self._network.called_round <= self.round:
+            time.sleep(_POLL_S)
+
+    setattr(trainer.Trainer, "_train_step", slowly)  # noqa: B010 - mypy does not let a method be assigned to
+    return main(arguments)
+
+
 def _before_each_step(wait: Callable[[trainer.Trainer], None]) -> None:
     take_step = trainer.Trainer._train_step
 
@@ -65,4 +83,4 @@ def _before_each_step(wait: Callable[[trainer.Trainer], None]) -> None:
 
 
 if __name__ == "__main__":
-    end_program(sleeping_main(PAUSE_S, sys.argv[1:]))
+    end_program(_tenth_main(sys.argv[2:]) if sys.argv[1:2] == ["tenth"] else sleeping_main(PAUSE_S, sys.argv[1:]))
