@@ -11,7 +11,7 @@ others (`opposite`, `experts`, `verdicts`, `accusing` and others; see tests/help
 others waiting (`slow`, `slow-push`, `slow-pull`, `late-leader`; see tests/helpers/slow_peer.py), or claim all experts
 (`claimant`, otherwise honest). Of `shielded` ones, the first shows its work to no auditor, which protects the others:
 they flip the results that they reduce. `fifth` is honest, and shows the cost of another process on the same cores;
-`tenth` is, too, and trains at a tenth of the speed. Strangers that never take part (`clock`, `ghosts`; see
+`slowly` is, too, and trains at a tenth of the speed. Strangers that never take part (`clock`, `ghosts`; see
 tests/helpers/strangers.py) come after the first commit of all honest peers; intruders, which only submit statements
 (`silent`, `absent`, `lying`, `owing`; see tests/helpers/intruder.py), before it. The attackers are killed after round
 --rounds, and the honest peers train for two more rounds. The baseline of each seed is a run without attackers;
@@ -55,7 +55,7 @@ STRANGERS = ("clock", "ghosts")
 SLOW = ("slow", "slow-push", "slow-pull", "late-leader")
 INTRUDERS = ("silent", "absent", "lying", "owing")
 LIARS = dict.fromkeys(LYING_REDUCERS, "lying_reducer") | dict.fromkeys(LYING_CONTRIBUTORS, "lying_contributor")
-HELPERS = LIARS | {"tenth": "slow_join"}
+HELPERS = LIARS | {"slowly": "slow_join"}
 EXPERTS = {"claimant": "0,1,2,3,4,5,6,7", "fifth": "auto"} | dict.fromkeys(HELPERS, "auto")
 MEMBERS = (*NOISE, *SLOW, *EXPERTS, "shielded")
 KINDS = (*MEMBERS, *STRANGERS, *INTRUDERS)
@@ -226,7 +226,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--honest", type=int, default=4, help="honest peers")
     parser.add_argument("--hostile", type=int, default=1, help="attackers of a kind")
-    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=[kind for kind in KINDS if kind != "shielded"])
     parser.add_argument("--size", type=float, default=3.0, help="length of the noise relative to the last round's move")
     parser.add_argument("--seeds", type=int, default=1, help="orders of the data; all start from the same weights")
     parser.add_argument("--sequences", type=int, default=128, help="held-out sequences of an evaluation")

@@ -19,8 +19,8 @@ are short, so peers end up with slightly different numbers of them, on which the
 the CPU time of single functions, and costs some itself. The exit code is 1 if a peer reported a fault, or a round
 lacked a member or a part.
 
-With `--slow-mbps`, the last peer has a slower line, deadlines are the quickstart's, and only signing peers are run: it
-shows how the others deal with it.
+With `--slow-mbps`, the last peer has a slower line, and says so; deadlines are the quickstart's, and only signing peers
+are run. Then the lines about members, parts and faults are what this is about: how the others deal with it.
 """
 
 from __future__ import annotations
@@ -131,12 +131,15 @@ def measure(variant: str, seed: int, options: argparse.Namespace, directory: Pat
     config = directory / "run.yaml"
     config.write_text(yaml.safe_dump({"run": run_settings(options)}), encoding="utf-8")
     common = ["--wait-for-peers", options.peers, "--max-rounds", last_round(options), "--num-threads", 1]
-    common += ["--assume-reachable", "--upload-mbps", options.mbps]
+    common += ["--assume-reachable"]
     with ExitStack() as stack:
         network = stack.enter_context(LocalNetwork(options.peers))
         peers: list[LocalPeer] = []
+        lines: list[float] = []  # Mbit/s
         for host in range(options.peers):
-            arguments = [*common, "--seed", options.peers * seed + host]
+            slow = options.slow_mbps is not None and host == options.peers - 1
+            lines.append(options.slow_mbps if slow else options.mbps)
+            arguments = [*common, "--seed", options.peers * seed + host, "--upload-mbps", lines[-1]]
             arguments += ["--host-maddrs", f"/ip4/{network.address(host)}/tcp/{PORT}"]
             if host:
                 arguments += ["--initial-peers", peers[0].address(START_S, network.address(0))]
@@ -148,8 +151,7 @@ def measure(variant: str, seed: int, options: argparse.Namespace, directory: Pat
             )
         for host, peer in enumerate(peers):  # peers that join download the model, which is not measured
             peer.wait_for_round(1)
-            slow = options.slow_mbps is not None and host == options.peers - 1
-            network.limit(host, options.slow_mbps if slow else options.mbps)
+            network.limit(host, lines[host])
         samples = follow(peers, (options.warm_up, options.warm_up + options.rounds))
         for peer in peers:
             if peer.wait() != 0:
@@ -164,7 +166,8 @@ def follow(peers: Sequence[LocalPeer], rounds: tuple[int, int]) -> list[list[Sam
     while any(len(of_peer) < len(rounds) for of_peer in samples):
         for peer, of_peer in zip(peers, samples, strict=True):
             for event in peer.new_events():
-                if event["event"] == "round" and event["round"] in rounds:
+                due = rounds[len(of_peer) :]  # a peer may miss a round
+                if event["event"] == "round" and due and event["round"] >= due[0]:
                     of_peer.append(Sample.of(peer))
             if peer.process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"bench_audits: a peer did not get to round {rounds[1]}\n{peer.tail()}")
@@ -189,7 +192,7 @@ def figures(
             swarm.exchange_s.append(event["exchange_seconds"])
             payload.append(event["payload_bytes_sent"] or 0)
             swarm.parts = event["parts_total"]
-        losses.append(rounds[last]["eval_loss"])
+        losses += [event["eval_loss"] for event in [rounds.get(last)] if event is not None]
         steps.append(len(peer.events("step")))
     used = [(after, before) for before, after in samples]
     count = len(used) * options.rounds
@@ -258,6 +261,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.peers < 2 or min(options.seeds, options.rounds, options.warm_up) < 1:
         parser.error("--peers must be at least 2; --seeds, --rounds and --warm-up at least 1")
+    if options.slow_mbps is not None and (options.profile or options.slow_mbps > options.mbps):
+        parser.error("--slow-mbps must be at most --mbps, and goes without --profile")
     return options
 
 

@@ -1,6 +1,7 @@
 """Peers that train more slowly than this machine would.
 
-`python -m tests.helpers.slow_join [tenth]` takes join's arguments; `tenth`: at a tenth of the speed, not with a pause.
+`python -m tests.helpers.slow_join` takes join's arguments, and sleeps before each step; with `slowly` before them it
+trains at a tenth of the speed.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def _following_main(metrics: Path, steps: int, arguments: list[str]) -> int:
     return main(arguments)
 
 
-def _tenth_main(arguments: list[str]) -> int:
+def _slow_main(arguments: list[str]) -> int:
     """A peer at a tenth of the speed of this machine: each step is followed by a pause nine times as long."""
     take_step = trainer.Trainer._train_step
 
@@ -83,4 +84,4 @@ def _before_each_step(wait: Callable[[trainer.Trainer], None]) -> None:
 
 
 if __name__ == "__main__":
-    end_program(_tenth_main(sys.argv[2:]) if sys.argv[1:2] == ["tenth"] else sleeping_main(PAUSE_S, sys.argv[1:]))
+    end_program(_slow_main(sys.argv[2:]) if sys.argv[1:2] == ["slowly"] else sleeping_main(PAUSE_S, sys.argv[1:]))
