@@ -134,7 +134,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Accused:
-    """A peer about which others say something."""
+    """A peer that others have something against, and how many of them."""
 
     peer_id: _PeerId
     name: Annotated[_PeerName, Field(description="as last seen, sanitised; may be empty")]

@@ -324,6 +324,7 @@ def test_a_pardoned_lie_excludes_nobody_whoever_has_a_proof_of_it(tmp_path: Path
             assert await second.reads(first, lied=12)
             assert first.excluded == second.excluded == [LIAR.peer_id]
         async with keepers(tmp_path / "a") as (again,):  # both files are there, in whatever order
+            assert LIAR.peer_id in again.run.tracks.conduct.exclusions
             assert again.run.tracks.conduct.exclusions.lie_of(LIAR.peer_id) == 12
             kept = again.proofs._known[LIAR.peer_id]
             assert isinstance(kept, Path)

@@ -97,7 +97,9 @@ class Proofs:
             _LOGGER.exception("a proof is invalid")
 
     async def add(self, data: bytes, *, about: str | None = None) -> None:
-        """Verifies and keeps a proof, which excludes its culprit, unless there is one or the lie has been pardoned.
+        """Verifies a proof, and keeps it unless there is one against the culprit, or the lie has been pardoned.
+
+        The culprit is excluded once most members have a proof.
 
         `about`: whose lie it should show, if another peer has made it.
 

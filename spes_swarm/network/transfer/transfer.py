@@ -38,8 +38,8 @@ _RECHECK_S = 0.2  # how soon a waiting transfer notices that a round has begun o
 _MAX_COPIED_BYTES = 1 << 30
 # Newcomers request block after block; several small ones are under way at a time.
 _BLOCKS_PER_STREAM = 4
-# How often a donor sends its whole reference within an hour to one stranger, to strangers at one address, and to one
-# member; more after an hour. An honest download takes at most two references, even from this donor alone and in a swarm
+# How often a donor sends its whole reference to one stranger, to strangers at one address, and to one member; and as
+# often again, a little at a time, in each hour. An honest download takes at most two references, even from this donor alone and in a swarm
 # that keeps committing: each block once, then what has changed, in passes that halve (see download.py). What an earlier
 # attempt has fetched is resumed from disk. So two attempts that lost their disk fit into a stranger's budget, and eight
 # into that of an address, which many peers of a laboratory or behind a relay may share. Beyond it, newcomers turn to
