@@ -39,11 +39,12 @@ _MAX_COPIED_BYTES = 1 << 30
 # Newcomers request block after block; several small ones are under way at a time.
 _BLOCKS_PER_STREAM = 4
 # How often a donor sends its whole reference to one stranger, to strangers at one address, and to one member; and as
-# often again, a little at a time, in each hour. An honest download takes at most two references, even from this donor alone and in a swarm
-# that keeps committing: each block once, then what has changed, in passes that halve (see download.py). What an earlier
-# attempt has fetched is resumed from disk. So two attempts that lost their disk fit into a stranger's budget, and eight
-# into that of an address, which many peers of a laboratory or behind a relay may share. Beyond it, newcomers turn to
-# other donors; once their work is in a commit, they are members. These fall behind now and then.
+# often again, a little at a time, in each hour. An honest download takes at most two references, even from this donor
+# alone and in a swarm that keeps committing: each block once, then what has changed, in passes that halve (see
+# download.py). What an earlier attempt has fetched is resumed from disk. So two attempts that lost their disk fit into
+# a stranger's budget, and eight into that of an address, which many peers of a laboratory or behind a relay may share.
+# Beyond it, newcomers turn to other donors; once their work is in a commit, they are members. These fall behind now
+# and then.
 _PER_STRANGER, _PER_HOST, _PER_MEMBER = 4, 16, 16
 _REFILL_S = 3600.0
 # A smaller reference counts as this large: a slow newcomer may fall behind quick rounds, and fetch it again and again.
