@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.protocol.rounds.plan import Form
@@ -11,7 +12,8 @@ from tests.helpers.bounded_rounds import CLIP, HOLDINGS, HOSTILE, LARGE, STEP, s
 from tests.helpers.rounds import hold_round, small_layout
 
 
-def test_a_member_that_opposes_the_others_is_ignored() -> None:
+@pytest.mark.parametrize("length", [-1.0, 0.0])
+def test_a_member_that_contributes_the_opposite_or_nothing_is_ignored(length: float) -> None:
     """Then the others' mean is that of a swarm without it, and experts that it alone holds stay as they are."""
     layout = small_layout(6, shared=24_000, expert=3_000)
     peers = swarm(layout, HOLDINGS)
@@ -21,7 +23,7 @@ def test_a_member_that_opposes_the_others_is_ignored() -> None:
     for number in range(1, 10):
         train(peers, seed=number)
         before_N = peers[HOSTILE].reference.values_N.copy()
-        peers[HOSTILE].live_N[:] = 2 * before_N - peers[HOSTILE].live_N
+        peers[HOSTILE].live_N[:] = before_N + length * (peers[HOSTILE].live_N - before_N)
         honest_N = np.mean([who.live_N[shared] for who in peers[:HOSTILE]], axis=0)
         plan, states = hold_round(peers, number, codec="fp16", part_elements=1024, clip=CLIP)
         assert plan.ignored == plan.without_duty
