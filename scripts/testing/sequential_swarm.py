@@ -325,7 +325,8 @@ class SequentialSwarm:
                     peer.hold(held[peer.name])
         for peer in leaving:
             self.remove(peer)
-        opposition = max([0.0, *(fmean(found) for state in states for found in state.agreements.opposition.values())])
+        seen = [found for state in states for found in state.agreements.opposition(plan.claims).values()]
+        opposition = max([0.0, *map(fmean, seen)])
         return RoundOutcome(
             shortened=len(shortened),
             faults=faults,

@@ -87,6 +87,7 @@ class FakePeer:
     lineage: Lineage = field(default_factory=lambda: Lineage({}))
     previous: Previous = field(default_factory=Previous)
     loss_rose: bool | None = None
+    most_weight: float = 1.0
     reports: list[CommitReport] = field(default_factory=list)
 
 
@@ -98,7 +99,9 @@ def peer(layout: Layout, values_N: FloatArray, held: Sequence[int], **fields: ob
 def form(peers: Sequence[FakePeer], round_number: int) -> Group:
     """The group that these peers form."""
     statements = []
+    most_weight: dict[str, float] = {}
     for who, p in zip(identities(len(peers)), peers, strict=True):
+        most_weight[who.peer_id] = p.most_weight
         statement = Statement(
             round=round_number,
             held=list(p.held),
@@ -123,7 +126,8 @@ def form(peers: Sequence[FakePeer], round_number: int) -> Group:
             certificate=b"",
         )
         statements.append(sign_statement(who, RUN_ID, statement))
-    return form_group(RUN_ID, round_number, statements, len(peers[0].reference.layout.blocks))
+    num_blocks = len(peers[0].reference.layout.blocks)
+    return form_group(RUN_ID, round_number, statements, num_blocks, lambda peer_id, statement: most_weight[peer_id])
 
 
 def hold_round(

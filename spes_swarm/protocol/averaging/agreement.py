@@ -33,10 +33,6 @@ _LEAST_DEVIATION = 1e-6
 # Members agree if the usual cosine between two of them is larger than this, and so many times larger than chance, which
 # is about 1 / sqrt(N). From there to twice as much, opposition counts by degrees.
 _AGREED, _BEYOND_CHANCE = 0.02, 4.0
-# A contribution is empty if it is shorter than this share of what the others' lengths and its weight let expect. Honest
-# ones are this short if their batches are ten times as large as the others', so that the same tokens are a tenth of the
-# steps.
-_LEAST_LENGTH = 0.1
 _CHUNK = 1 << 16  # elements that are converted to fp64 at a time
 
 
@@ -48,7 +44,7 @@ class Agreement:
     coefficients_M: NDArray[np.float64]
     factors_M: NDArray[np.float64]  # the share of each member's deviation that is left; 1 if nothing was shortened
     cosine_MM: NDArray[np.float64]  # between contributions; none are compared if there are fewer than MIN_TO_AGREE
-    empty_M: NDArray[np.bool_]  # which contributions are next to nothing, for their weight
+    energy_M: NDArray[np.float64]  # sums of squares of the contributions; 0 if none are compared
     num_elements: int
 
     @classmethod
@@ -93,20 +89,19 @@ class Agreement:
         factors_M[aside_M] = allowed * stretch / beyond_M[aside_M]
         kept_M = np.minimum(along_M, stretch + (length_M - stretch) * factors_M)
         coefficients_M = weights * factors_M + (weights @ (kept_M - factors_M * along_M)) * centre_M
-        return cls(coefficients_M, factors_M, _cosines(gram_MM), _empty(gram_MM, weights), num_elements)
+        return cls(coefficients_M, factors_M, _cosines(gram_MM), np.diag(gram_MM), num_elements)
 
     @classmethod
     def unbounded(cls, weights_M: Sequence[float], num_elements: int) -> Agreement:
         """The weighted mean of any contributions."""
         weights = np.asarray(weights_M, dtype=np.float64)
         ones_M = np.ones(len(weights))
-        return cls(weights / weights.sum(), ones_M, np.eye(len(weights)), ones_M == 0, num_elements)
+        return cls(weights / weights.sum(), ones_M, np.eye(len(weights)), 0 * ones_M, num_elements)
 
     def opposition(self, own: int) -> list[float] | None:
         """How far each contribution points against those of most others, as the member with contribution `own` sees it.
 
         1 is as far as contributions usually point in the same direction; where they do not clearly do so, all get 0.
-        An empty one gets 1 everywhere: like a clipped opposite, it takes a share of the average and gives nothing.
         None if its own one agrees with less than half of the others: then these may be the ones to be opposed.
         """
         if len(self.cosine_MM) < MIN_TO_AGREE:
@@ -116,12 +111,10 @@ class Agreement:
         agreed = max(_AGREED, _BEYOND_CHANCE / math.sqrt(self.num_elements))
         if with_others_M[own] <= 0:
             return None
-        found_M = np.zeros(len(with_others_M))
-        if usual > agreed:
-            # Those that point with its own one oppose nobody.
-            against_M = -np.maximum(with_others_M, self.cosine_MM[own])
-            found_M = min(1.0, usual / agreed - 1) * np.clip(against_M / usual, 0, 1)
-        found: list[float] = np.maximum(found_M, self.empty_M).tolist()
+        if usual <= agreed:
+            return [0.0] * len(with_others_M)
+        against_M = -np.maximum(with_others_M, self.cosine_MM[own])  # those that point with its own one oppose nobody
+        found: list[float] = (min(1.0, usual / agreed - 1) * np.clip(against_M / usual, 0, 1)).tolist()
         return found
 
 
@@ -149,17 +142,6 @@ def _cosines(gram_MM: NDArray[np.float64]) -> NDArray[np.float64]:
     length_M[length_M == 0] = 1
     cosine_MM: NDArray[np.float64] = gram_MM / length_M / length_M[:, None]
     return cosine_MM
-
-
-def _empty(gram_MM: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which contributions are far shorter than most.
-
-    A lower weight is that of fewer steps: while the learning rate rises, lengths grow with the square of the steps.
-    """
-    length_M = np.sqrt(np.diag(gram_MM))
-    expected = [median_low((length_M * np.minimum(1.0, weight / weights) ** 2).tolist()) for weight in weights]
-    empty_M: NDArray[np.bool_] = length_M < _LEAST_LENGTH * np.array(expected)
-    return empty_M
 
 
 def _geometric_median(gram_MM: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ Neither does the work of a member that *opposes* the others: what it sent for th
 against this peer's own work and most others', where these agree (see averaging/agreement.py), or is next to nothing
 for the tokens that it claims. Clipping takes only a part of its harm away, and nothing from experts with one or two
 holders. A single part says little: text in another script than all others' pulls at some rows of the embedding in the
-other direction, and at others hardly at all.
+other direction.
 
 If a commit is taken back (see taking_back.py), nothing shows which of its reducers did harm, if any. Half of them rest:
 those that reduced in the largest number of such commits since a commit of theirs last stood, and of equals a draw by

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import median_low
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.protocol.averaging.agreement import Agreement
@@ -19,7 +20,11 @@ from spes_swarm.protocol.averaging.recipe import Recipe, Share
 from spes_swarm.protocol.averaging.signed_result import SignedResult, head_of
 from spes_swarm.protocol.consensus.codec import Codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
-from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
+from spes_swarm.protocol.rounds.plan import Claim, Contribution, Form, Part, Plan
+
+# A contribution is next to nothing if it is shorter than this share of what the others' lengths let expect. An honest
+# one of few steps with large batches is longer: steps that follow each other add up to less than their sum.
+_LEAST_LENGTH = 0.1
 
 
 @dataclass(slots=True)
@@ -57,7 +62,10 @@ class Agreements:
     def __init__(self, me: int) -> None:
         self._me = me
         self._factors: defaultdict[int, list[float]] = defaultdict(list)
-        self.opposition: defaultdict[int, list[float]] = defaultdict(list)  # of each member, by part; see `opposition`
+        # By member, in the shared layers.
+        self._opposition: defaultdict[int, list[float]] = defaultdict(list)
+        self._energy: defaultdict[int, float] = defaultdict(float)
+        self._elements: Counter[int] = Counter()
 
     def note(self, part: Part, members: Sequence[int], agreement: Agreement, full: Collection[int] = ()) -> None:
         """Notes a part with the contributions of these members.
@@ -69,7 +77,31 @@ class Agreements:
             self._factors[member].append(factor)
         seen = {} if self._me in full else opposition(part, members, agreement, self._me)
         for member in seen.keys() - full:
-            self.opposition[member].append(seen[member])
+            self._opposition[member].append(seen[member])
+        if part.block == SHARED_BLOCK and agreement.energy_M.any():
+            for member, energy in zip(members, agreement.energy_M.tolist(), strict=True):
+                if member not in full:
+                    self._energy[member] += energy
+                    self._elements[member] += part.size
+
+    def opposition(self, claims: Sequence[Claim]) -> dict[int, list[float]]:
+        """What `opposition` has found of other members, by part; 1 throughout for one that contributes next to nothing.
+
+        That takes a share of the average and holds the others back, like an opposite that is clipped. All parts are
+        judged together, since text in another script leaves many rows of an embedding untouched.
+        """
+        empty = self._empty([claim.tokens for claim in claims])
+        return {i: [1.0] * len(found) if i in empty else found for i, found in self._opposition.items()}
+
+    def _empty(self, tokens: Sequence[float]) -> set[int]:
+        """The members whose contributions are far shorter than most, for their tokens."""
+        rms = {i: math.sqrt(energy / self._elements[i]) for i, energy in self._energy.items()}
+
+        def expected(i: int) -> float:
+            # Fewer tokens are fewer steps: while the learning rate rises, lengths grow with the square of the steps.
+            return median_low([rms[j] * min(1.0, tokens[i] / tokens[j]) ** 2 for j in rms])
+
+        return {i for i in rms if rms[i] < _LEAST_LENGTH * expected(i)}
 
     def deviations_left(self) -> dict[int, float]:
         """The share of each member's deviation that clipping left, averaged over the parts."""

@@ -303,7 +303,7 @@ class RoundState:
         for i in left:
             if not tracks.is_new(ids[i]):
                 tracks.note_agreement(ids[i], left[i])
-        for i, found in self.agreements.opposition.items():
+        for i, found in self.agreements.opposition(self.plan.claims).items():
             tracks.conduct.note_opposition(ids[i], self.plan.round, found)
         ratios = [(ids[i], claim.tokens_ratio) for i, claim in enumerate(self.plan.claims) if i != self.me]
         deliveries = {"delivered": {ids[i] for i in seen - {self.me}}, "failed": self.failed_reducers()}

@@ -12,8 +12,8 @@ delivered in the commits that it shared with them (see track_record.py), and say
   members doubt has no duty: it reduces nothing, leads no round, gives no moments, and is not waited for. In the same
   way, one whose results were late again and again rests from reducing.
 - The work of a member without duty does not count if more than half of all other members say so: it is hidden from
-  auditors, or against the others'. What does not count earns no trust, so a few that trust only each other must not
-  decide it.
+  auditors, against the others', or next to nothing. What does not count earns no trust, so a few that trust only each
+  other must not decide it.
 - A peer is established at those that have its work in ESTABLISHED_COMMITS commits. New identities may have only a
   limited share of an average together, since they cost nothing in an open run. A member is one if more than half of all
   other members name others, and not it, as established.
