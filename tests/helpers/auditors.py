@@ -63,11 +63,12 @@ def exchanged(
     keeping: bool = True,
     clients: Collection[int] = (),
     opposing: int | None = None,
+    length: float = -1.0,
 ) -> list[RoundState]:
     """A committed exchange; the first member may lie, and the fourth may keep nothing of it.
 
-    `clients`: members that others cannot reach. `opposing`: whoever contributes the opposite, while all others
-    contribute the same.
+    `clients`: members that others cannot reach. `opposing`: whoever contributes so many times (`length`) what
+    all others do, who contribute the same.
     """
     rng = np.random.default_rng(0)
     initial_N = np.zeros(LAYOUT.num_elements, np.float32)
@@ -78,7 +79,8 @@ def exchanged(
     work_N = rng.normal(0, 1, LAYOUT.num_elements)
     for i, who in enumerate(members):
         own_N = rng.normal(0, 1, LAYOUT.num_elements)
-        who.live_N += (own_N if opposing is None else -work_N if i == opposing else work_N).astype(np.float32)
+        made_N = own_N if opposing is None else length * work_N if i == opposing else work_N
+        who.live_N += made_N.astype(np.float32)
     group = form(members, 3)
     plan = make_plan(group, LAYOUT, 64, clip=0.0 if opposing is None else 1.5)
     bounds = UNBOUNDED if opposing is None else BOUNDED

@@ -227,9 +227,11 @@ class Audits:
             if (lie := await asyncio.to_thread(claim.wrong_result)) is not None:
                 self.proofs.add_soon(lie)
         if not self._is_returned:
+            state = claim.state
+            empty = state.agreements.empty(state.plan.claims)
             for member, found in claim.opposition.items():
-                peer_id = claim.state.averaging.peer_ids[member]
-                self._run.tracks.conduct.note_opposition(peer_id, claim.state.plan.round, [found])
+                peer_id, counted = state.averaging.peer_ids[member], 1.0 if member in empty else found
+                self._run.tracks.conduct.note_opposition(peer_id, state.plan.round, [counted])
 
     # Being audited.
 

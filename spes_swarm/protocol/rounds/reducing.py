@@ -87,14 +87,17 @@ class Agreements:
     def opposition(self, claims: Sequence[Claim]) -> dict[int, list[float]]:
         """What `opposition` has found of other members, by part; 1 throughout for one that contributes next to nothing.
 
-        That takes a share of the average and holds the others back, like an opposite that is clipped. All parts are
-        judged together, since text in another script leaves many rows of an embedding untouched.
+        That takes a share of the average and holds the others back, like an opposite that is clipped.
         """
-        empty = self._empty([claim.tokens for claim in claims])
+        empty = self.empty(claims)
         return {i: [1.0] * len(found) if i in empty else found for i, found in self._opposition.items()}
 
-    def _empty(self, tokens: Sequence[float]) -> set[int]:
-        """The members whose contributions are far shorter than most, for their tokens."""
+    def empty(self, claims: Sequence[Claim]) -> set[int]:
+        """The members whose contributions are far shorter than most, for their tokens.
+
+        All parts are judged together, since text in another script leaves many rows of an embedding untouched.
+        """
+        tokens = [claim.tokens for claim in claims]
         rms = {i: math.sqrt(energy / self._elements[i]) for i, energy in self._energy.items()}
 
         def expected(i: int) -> float:
