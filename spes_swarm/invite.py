@@ -29,7 +29,7 @@ from spes_swarm.base.strict import read_section
 from spes_swarm.base.wording import plural, two_columns
 from spes_swarm.config.command_line import command_parser
 from spes_swarm.config.data import DataConfig
-from spes_swarm.config.join_command import join_command
+from spes_swarm.config.join_command import interpreter, join_command
 from spes_swarm.config.manifest import RawManifest
 from spes_swarm.protocol.admission.acts import Allow, Pardon, Revoke, Target, Use, allow, revoke
 from spes_swarm.protocol.admission.grants import Chain, Grant, extend, read_invitation
@@ -52,7 +52,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--output-dir", type=Path, default=Path("runs/peer"), metavar="DIR", help="of a peer in the run")
     add("--identity", metavar="FILE", help="identity file of that peer, if it is not in its directory")
-    add("--for", dest="name", default=None, metavar="NAME", help="for whom it is; then it is for one peer")
+    add("--for", dest="name", type=_name, metavar="NAME", help="for whom it is; then it is for one peer")
     add("--uses", type=int, metavar="N", help="how many peers may use it (default: any number; with --for, one)")
     add("--expires", type=_time, metavar="14d|12h|2026-12-31", help="when taking part ends")
     add("--experts", type=int, metavar="N", help="the most experts that a peer may hold")
@@ -60,7 +60,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--delegate", action="store_true", help="include the right to invite others, any number of them")
     add("--no-publish", action="store_true", help="do not include the right to publish")
     add("--peer", type=_peer_id, metavar="ID", help="admit the peer with this id, which needs no invitation")
-    add("--list", action="store_true", help="list invitations, who has used them, and revocations")
+    add("--list", action="store_true", help="list invitations, who has used those with limits, and revocations")
     add("--revoke", metavar="NAME|ID", help="take back invitations (a name, or their id), or exclude a peer (its id)")
     options = parser.parse_args(arguments)
     if options.list + (options.revoke is not None) + any(getattr(options, key) for key in _TERMS) > 1:
@@ -68,6 +68,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.peer and (options.delegate or options.uses):
         raise ConfigError("--peer admits one peer, which cannot invite others: leave out --delegate and --uses")
     return options
+
+
+def _name(text: str) -> str:
+    if not text:  # maybe an empty variable of a shell: without a name anybody could use the invitation
+        raise argparse.ArgumentTypeError("the name is empty")
+    return text
 
 
 def _time(text: str) -> float:
@@ -165,7 +171,8 @@ class _Office:
             raise InvitationError(str(exc)) from exc
         yield f"an invitation ({terms}), with which others join:"
         data = read_section(DataConfig, self._manifest.run.get("data", {}), "", "run.data")
-        yield f"  {join_command(run_id, data, self._address())} --invitation {invitation.to_text()}"
+        command = join_command(run_id, data, self._address(), interpreter())
+        yield f"  {command} --invitation {invitation.to_text()}"
 
     def _address(self) -> str:
         """Returns an address of this peer as of its last session, else of another one that it knows."""

@@ -73,6 +73,19 @@ def membership(directory: RunDirectory, policy: str = "invite") -> Membership:
     return known
 
 
+def test_the_line_that_is_printed_runs_with_the_same_python(
+    founder: RunDirectory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/opt/spes/bin/python3")
+    assert "\n  /opt/spes/bin/python3 -m spes_swarm.join --initial-peers " in said(capsys, founder)
+
+
+def test_an_empty_name_makes_no_invitation_for_anybody(
+    founder: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "argument --for: the name is empty" in refused(capsys, founder, "--for", "")
+
+
 def test_an_invitation_admits_on_its_terms(founder: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--for", "Anna", "--expires", "14d", "--experts", "2", "--weight", "0.1", "--no-publish")
     text = said(capsys, founder, *arguments)
@@ -98,7 +111,7 @@ def test_the_line_to_paste_has_the_address_of_the_last_session(
     founder: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     start = (
-        "  python -m spes_swarm.join --initial-peers {} --run-id "
+        "python -m spes_swarm.join --initial-peers {} --run-id "
         + found_run(run_config(admission="invite"), "layout", FOUNDER).run_id
     )
     assert start.format("ADDRESS_OF_A_PEER") in said(capsys, founder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import sys
 from pathlib import Path
 
 from spes_swarm.config.data import DataConfig
@@ -26,6 +27,12 @@ def join_command(
     directory = next(path for path in itertools.chain([name], numbered) if not Path(path).exists())
     threads = ["--num-threads", "1"] if one_thread else []
     return shlex.join([*command, "--output-dir", directory, *threads, *data_arguments(data)])
+
+
+def interpreter() -> str:
+    """Returns the running interpreter as a user would type it."""
+    python = Path(sys.executable)
+    return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)
 
 
 def data_arguments(run: DataConfig) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spes_swarm.base.address import best_first
-from spes_swarm.config.join_command import join_command, join_note
+from spes_swarm.config.join_command import interpreter, join_command, join_note
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.run import RunConfig
-from spes_swarm.peer.panel import PeerConsole, interpreter
+from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.protocol.admission.grants import Grant, Invitation
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.storage.invitations import ANY_KEY, InvitationBook, can_be_passed_on, is_revoked, opened, read_acts

@@ -171,9 +171,3 @@ def last_eval_loss(status: TrainingStatus) -> str:
     """Formats the last eval loss with the round of its measurement: 1.246 ± 0.031 (round 20)."""
     words = loss_with_error(status.eval_loss, status.eval_loss_stderr)
     return words if status.eval_loss is None else f"{words} (round {status.eval_round})"
-
-
-def interpreter() -> str:
-    """Returns the running interpreter as a user would type it."""
-    python = Path(sys.executable)
-    return str(python.relative_to(Path.cwd())) if python.is_relative_to(Path.cwd()) else str(python)

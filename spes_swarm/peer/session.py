@@ -16,13 +16,14 @@ from typing import Any, Self
 from spes_swarm.base import log
 from spes_swarm.base.address import without_own
 from spes_swarm.base.wording import plural
+from spes_swarm.config.join_command import interpreter
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.metrics import events
 from spes_swarm.network.client import NetworkClient
 from spes_swarm.peer.join_request import draft_request
 from spes_swarm.peer.joining import Joining, SessionContext
-from spes_swarm.peer.panel import PeerConsole, interpreter, said_fault
+from spes_swarm.peer.panel import PeerConsole, said_fault
 from spes_swarm.peer.preflight import check_request
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.peer.stop_signals import StopSignals
