@@ -233,7 +233,7 @@ class SyncRounds:
             own = ", ".join(tracks.conduct.doubts(peer_id, plan.round)) or "nothing"
             what = f"most members doubt it: it reduces nothing and leads no round (faults seen here: {own})"
             if peer_id in self._ignored:
-                what += "; its work does not count: it hides it, or contributes next to nothing or the opposite of the others' work"
+                what += "; its work does not count: it is hidden, next to nothing, or the opposite of the others'"
             self.exchange.on_fault(peer_id, ProtocolError("duty", what))
         for peer_id in before.keys() - now - set(tracks.conduct.exclusions.culprits):
             _LOGGER.info("%s has its duties again", peer_id)
