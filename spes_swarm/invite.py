@@ -71,7 +71,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _name(text: str) -> str:
-    if not text:  # maybe an empty variable of a shell: without a name anybody could use the invitation
+    if not text.strip():  # maybe an empty variable of a shell: without a name anybody could use the invitation
         raise argparse.ArgumentTypeError("the name is empty")
     return text
 

@@ -80,10 +80,11 @@ def test_the_line_that_is_printed_runs_with_the_same_python(
     assert "\n  /opt/spes/bin/python3 -m spes_swarm.join --initial-peers " in said(capsys, founder)
 
 
+@pytest.mark.parametrize("name", ["", " "])
 def test_an_empty_name_makes_no_invitation_for_anybody(
-    founder: RunDirectory, capsys: pytest.CaptureFixture[str]
+    founder: RunDirectory, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    assert "argument --for: the name is empty" in refused(capsys, founder, "--for", "")
+    assert "argument --for: the name is empty" in refused(capsys, founder, "--for", name)
 
 
 def test_an_invitation_admits_on_its_terms(founder: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,8 +23,7 @@ from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from spes_swarm.protocol.rounds.plan import Claim, Contribution, Form, Part, Plan
 
 # A contribution is next to nothing if it is shorter than this share of what the others' lengths let expect. An honest
-# one of few steps with large batches is longer: steps that follow each other add up to less than their sum. Only in the
-# first rounds of a warm-up can a batch three times as large fall below it, and these are too few to count.
+# one of few steps with large batches is longer: steps that follow each other add up to less than their sum.
 _LEAST_LENGTH = 0.1
 
 
