@@ -39,7 +39,7 @@ def find_invitation(text: str) -> Invitation:
     Raises:
         InvitationError: it is neither, or the word is damaged.
     """
-    if not text.strip().startswith("spes1."):
+    if not text.strip().lower().startswith("spes1."):
         with os_errors_as(InvitationError, f"{text!r:.80} is neither an invitation (spes1. ...) nor a file with one"):
             text = user_path(text).read_text(encoding="utf-8", errors="replace")
         found = INVITATION.search(text)

@@ -172,6 +172,7 @@ def test_help_and_version(tmp_path: Path, module: str, flag: str) -> None:
         (["--initial-weights", "/", "--from-hub", "you/model"], "founds a run, but --from-hub resumes one"),
         (["--private", "--initial-peers", PEER], "--private founds a run, but --initial-peers joins one"),
         (["--invitation", "spes1.abc", "--initial-peers", PEER], "this is not an invitation: paste the whole word"),
+        (["--invitation", f"SPES1.{'a' * 300}", "--initial-peers", PEER], "paste the whole word that begins with"),
         (["--bootstrap-timeout", "5"], "--bootstrap-timeout is for --initial-peers, of which there are none"),
         (["--data-differs", "--data", "stdlib"], "--data-differs is for joiners"),
         (["--data-differs", "--initial-peers", PEER], "name them with --data"),
