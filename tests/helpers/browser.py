@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import ExitStack
 from typing import Any
 
 from playwright.sync_api import Browser, Page, Request, ViewportSize, expect
 
+from scripts.testing.synthetic_swarm import SyntheticSwarm
 from tests.helpers.served_monitor import PATIENCE_S, Served
 
 CHROMIUM = shutil.which(os.environ.get("CHROMIUM", "chromium"))
@@ -29,6 +31,16 @@ class Visit:
         self.page.on("request", self._requested)
         self.page.on("console", lambda message: self._trouble(message.type, message.text))
         self.page.on("pageerror", lambda error: self.troubles.append(str(error)))
+        self._servers = ExitStack()
+
+    def serve(self, swarm: SyntheticSwarm) -> Served:
+        """Shows a swarm until the page is closed: a page that outlives its server reports that as trouble."""
+        return self._servers.enter_context(Served(swarm))
+
+    def close(self) -> None:
+        """Closes the page, and then its servers."""
+        with self._servers:
+            self.context.close()
 
     def _requested(self, request: Request) -> None:
         self.requests.append(request.url)

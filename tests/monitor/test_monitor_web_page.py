@@ -35,7 +35,7 @@ def visit(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Visit]:
     expect.set_options(timeout=PATIENCE_S * 1000)
     visiting = Visit(browser, **getattr(request, "param", {}))
     yield visiting
-    visiting.context.close()
+    visiting.close()
     assert visiting.troubles == []
     assert {url.split("/")[2].split(":")[0] for url in visiting.requests} <= {"127.0.0.1"}
 
@@ -76,22 +76,22 @@ def test_a_swarm_is_followed_without_reloading(served: Served, visit: Visit) -> 
 
 @pytest.mark.slow
 def test_an_empty_swarm_says_so_and_recovers(visit: Visit) -> None:
-    with Served(SyntheticSwarm(num_peers=0)) as served:
-        page = visit.load(served)
-        expect(page.locator("#banner")).to_contain_text("No peers")
-        expect(page.locator("#peers-empty")).to_have_text("No peers.")
-        expect(page.locator("figure.big .empty")).to_contain_text("No rounds yet")
-        expect(page.locator("#verdict")).to_have_text("No round has been committed yet.")
-        expect(page.locator("#join-box")).to_be_hidden()
-        served.swarm.join("first")
-        served.swarm.advance(25.0)
-        served.tell()
-        expect(page.locator("#banner")).to_be_hidden()
-        expect(page.locator("#peers-body .peer-name")).to_have_text(["first"])
-        expect(page.locator("figure.big .empty")).to_be_hidden()
-        served.tell(peers=(), status="no_peers", silent_s=61.0)
-        expect(page.locator("#banner")).to_contain_text("1 min 1 s ago")
-        assert names(page) == []
+    served = visit.serve(SyntheticSwarm(num_peers=0))
+    page = visit.load(served)
+    expect(page.locator("#banner")).to_contain_text("No peers")
+    expect(page.locator("#peers-empty")).to_have_text("No peers.")
+    expect(page.locator("figure.big .empty")).to_contain_text("No rounds yet")
+    expect(page.locator("#verdict")).to_have_text("No round has been committed yet.")
+    expect(page.locator("#join-box")).to_be_hidden()
+    served.swarm.join("first")
+    served.swarm.advance(25.0)
+    served.tell()
+    expect(page.locator("#banner")).to_be_hidden()
+    expect(page.locator("#peers-body .peer-name")).to_have_text(["first"])
+    expect(page.locator("figure.big .empty")).to_be_hidden()
+    served.tell(peers=(), status="no_peers", silent_s=61.0)
+    expect(page.locator("#banner")).to_contain_text("1 min 1 s ago")
+    assert names(page) == []
 
 
 @pytest.mark.slow
@@ -150,37 +150,37 @@ def test_the_table_sorts_by_keyboard(served: Served, visit: Visit) -> None:
 
 @pytest.mark.slow
 def test_charts_zoom_and_are_read_by_mouse_and_keyboard(visit: Visit) -> None:
-    with Served(a_swarm(rounds=60)) as served:
-        page = visit.open(served)
-        chart = page.get_by_role("group", name="Loss: chart")
-        reset = page.get_by_role("button", name="Reset zoom")
-        expect(reset).to_be_disabled()
-        expect(page.locator("#rounds tr")).not_to_have_count(0)  # the charts are drawn just before
-        expect(page.locator("figure.big canvas")).to_be_visible()
-        chart.focus()
-        page.keyboard.press("End")
-        expect(page.locator("figure.big [aria-live]")).to_contain_text("round 60: training")
-        page.keyboard.press("ArrowLeft")
-        expect(page.locator("figure.big [aria-live]")).to_contain_text("round 59: training")
-        page.keyboard.press("+")
-        expect(reset).to_be_enabled()
-        page.keyboard.press("0")
-        expect(reset).to_be_disabled()
+    served = visit.serve(a_swarm(rounds=60))
+    page = visit.open(served)
+    chart = page.get_by_role("group", name="Loss: chart")
+    reset = page.get_by_role("button", name="Reset zoom")
+    expect(reset).to_be_disabled()
+    expect(page.locator("#rounds tr")).not_to_have_count(0)  # the charts are drawn just before
+    expect(page.locator("figure.big canvas")).to_be_visible()
+    chart.focus()
+    page.keyboard.press("End")
+    expect(page.locator("figure.big [aria-live]")).to_contain_text("round 60: training")
+    page.keyboard.press("ArrowLeft")
+    expect(page.locator("figure.big [aria-live]")).to_contain_text("round 59: training")
+    page.keyboard.press("+")
+    expect(reset).to_be_enabled()
+    page.keyboard.press("0")
+    expect(reset).to_be_disabled()
 
-        box = chart.bounding_box()
-        assert box is not None
-        page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 80)
-        expect(page.locator("figure.big .where")).to_contain_text("round")
-        page.mouse.down()
-        page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 90, steps=4)
-        page.mouse.up()
-        expect(reset).to_be_enabled()
-        page.mouse.dblclick(box["x"] + box["width"] * 0.5, box["y"] + 80)
-        expect(reset).to_be_disabled()
-        for axis in ("time", "tokens", "round"):
-            page.get_by_role("radio", name=axis).check(force=True)
-        page.get_by_role("radio", name="last 20", exact=True).check(force=True)
-        expect(page.locator("figure.big canvas")).to_be_visible()
+    box = chart.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 80)
+    expect(page.locator("figure.big .where")).to_contain_text("round")
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 90, steps=4)
+    page.mouse.up()
+    expect(reset).to_be_enabled()
+    page.mouse.dblclick(box["x"] + box["width"] * 0.5, box["y"] + 80)
+    expect(reset).to_be_disabled()
+    for axis in ("time", "tokens", "round"):
+        page.get_by_role("radio", name=axis).check(force=True)
+    page.get_by_role("radio", name="last 20", exact=True).check(force=True)
+    expect(page.locator("figure.big canvas")).to_be_visible()
 
 
 @pytest.mark.slow
@@ -188,47 +188,47 @@ def test_charts_zoom_and_are_read_by_mouse_and_keyboard(visit: Visit) -> None:
 def test_the_expert_map_filters_the_peers(visit: Visit, num_experts: int) -> None:
     swarm = SyntheticSwarm(num_peers=4, num_experts=num_experts)
     swarm.advance(25.0)
-    with Served(swarm) as served:
-        page = visit.open(served)
-        tiles = page.get_by_role("option")
-        expect(page.locator("#map [role=option]")).to_have_count(num_experts)
-        page.locator("#map [data-expert='0']").focus()
-        page.keyboard.press("ArrowRight")
-        page.keyboard.press("ArrowDown")
-        expect(page.locator("#map-detail")).to_contain_text("held by")
-        page.keyboard.press("Home")
-        page.keyboard.press("Enter")
-        expect(tiles.filter(has_text="").and_(page.locator("[aria-selected=true]"))).to_have_count(1)
-        holders = swarm.state().experts[0].holders
-        expect(page.locator("#peers-shown")).to_have_text(f"{len(holders)} of 4 peers")
-        page.get_by_role("button", name="show all peers again").click()
-        expect(page.locator("#peers-shown")).to_have_text("4 peers")
+    served = visit.serve(swarm)
+    page = visit.open(served)
+    tiles = page.get_by_role("option")
+    expect(page.locator("#map [role=option]")).to_have_count(num_experts)
+    page.locator("#map [data-expert='0']").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("#map-detail")).to_contain_text("held by")
+    page.keyboard.press("Home")
+    page.keyboard.press("Enter")
+    expect(tiles.filter(has_text="").and_(page.locator("[aria-selected=true]"))).to_have_count(1)
+    holders = swarm.state().experts[0].holders
+    expect(page.locator("#peers-shown")).to_have_text(f"{len(holders)} of 4 peers")
+    page.get_by_role("button", name="show all peers again").click()
+    expect(page.locator("#peers-shown")).to_have_text("4 peers")
 
 
 @pytest.mark.slow
 def test_the_health_of_the_routers_is_shown_and_the_dead_are_named(visit: Visit) -> None:
-    with Served(a_swarm()) as served:
-        page = visit.open(served)
-        expect(page.locator("#dead")).to_have_text("No dead experts")
-        expect(page.locator("#load-entropy")).to_have_text("96 %")
-        expect(page.locator("#similarity-note")).to_contain_text("0.41")
-        loads = page.get_by_role("list", name="Load of each expert").get_by_role("listitem")
-        expect(loads).to_have_count(8)
-        expect(loads.nth(0)).to_have_text("0Expert 0: 1.00 × its fair share")
-        served.swarm.starve(5)
-        served.swarm.advance(20.0)
-        served.tell()
-        expect(page.locator("#dead")).to_have_text("1 dead expert")
-        expect(page.locator("#dead-names")).to_have_text("expert 5 of layer 3")
-        expect(loads.nth(5)).to_have_attribute("data-load", "dead")
-        expect(loads.nth(5)).to_contain_text("dead in 1 layer")
-        tallest = max(range(8), key=lambda e: served.swarm.state().experts[e].load or 0.0)
-        heights = page.locator("#loads i").evaluate_all("bars => bars.map(bar => bar.getBoundingClientRect().height)")
-        assert heights.index(max(heights)) == tallest
-        unknown = tuple(replace(expert, load=None, dead_layers=()) for expert in served.swarm.state().experts)
-        served.tell(experts=unknown, load_entropy=None, dead_experts=None)
-        expect(page.locator("#routing-empty")).to_be_visible()
-        expect(loads.nth(0)).to_be_hidden()
+    served = visit.serve(a_swarm())
+    page = visit.open(served)
+    expect(page.locator("#dead")).to_have_text("No dead experts")
+    expect(page.locator("#load-entropy")).to_have_text("96 %")
+    expect(page.locator("#similarity-note")).to_contain_text("0.41")
+    loads = page.get_by_role("list", name="Load of each expert").get_by_role("listitem")
+    expect(loads).to_have_count(8)
+    expect(loads.nth(0)).to_have_text("0Expert 0: 1.00 × its fair share")
+    served.swarm.starve(5)
+    served.swarm.advance(20.0)
+    served.tell()
+    expect(page.locator("#dead")).to_have_text("1 dead expert")
+    expect(page.locator("#dead-names")).to_have_text("expert 5 of layer 3")
+    expect(loads.nth(5)).to_have_attribute("data-load", "dead")
+    expect(loads.nth(5)).to_contain_text("dead in 1 layer")
+    tallest = max(range(8), key=lambda e: served.swarm.state().experts[e].load or 0.0)
+    heights = page.locator("#loads i").evaluate_all("bars => bars.map(bar => bar.getBoundingClientRect().height)")
+    assert heights.index(max(heights)) == tallest
+    unknown = tuple(replace(expert, load=None, dead_layers=()) for expert in served.swarm.state().experts)
+    served.tell(experts=unknown, load_entropy=None, dead_experts=None)
+    expect(page.locator("#routing-empty")).to_be_visible()
+    expect(loads.nth(0)).to_be_hidden()
 
 
 @pytest.mark.slow
@@ -357,45 +357,45 @@ def test_another_site_can_neither_fetch_nor_frame_the_monitor(served: Served, br
 def test_a_thousand_peers_leave_the_page_responsive(visit: Visit, record_property: Any) -> None:
     swarm = SyntheticSwarm(num_peers=1000, num_experts=1024)
     swarm.advance(65.0)
-    with Served(swarm) as served:
-        page = visit.open(served)
-        expect(page.locator("#peers-shown")).to_have_text("1,000 peers")
-        assert page.locator("#peers-body tr").count() < 60
-        page.evaluate(
-            """() => {
-                window.busy = [];
-                new PerformanceObserver((list) => window.busy.push(...list.getEntries().map((e) => e.duration)))
-                    .observe({ entryTypes: ["longtask"] });
-            }"""
-        )
-        delays = []
-        for number in range(4, 10):
-            swarm.advance(20.0)
-            served.tell()
-            begun = time.monotonic()
-            expect(page.locator("#round")).to_have_text(str(number))
-            delays.append(time.monotonic() - begun)
-        clicks = page.evaluate(
-            """async () => {
-                const spent = [];
-                for (const button of document.querySelectorAll("#peers-head button")) {
-                    const begun = performance.now();
-                    button.click();
-                    document.body.offsetHeight;
-                    spent.push(performance.now() - begun);
-                    await new Promise(requestAnimationFrame);
-                }
-                return spent;
-            }"""
-        )
-        busy = page.evaluate("window.busy")
-        figures = {"update_s": max(delays), "longest_task_ms": max(busy, default=0.0), "sort_ms": max(clicks)}
-        for name, value in figures.items():
-            record_property(name, value)
-        print(figures)
-        page.locator("#peers-scroll").evaluate("element => { element.scrollTop = element.scrollHeight }")
-        expect(page.locator("#peers-body tr[aria-rowindex='1001']")).to_be_attached()
-        # On a machine that does nothing else it is 1.6 s (of which 1.5 are the pause between changes), 0.2 s and 0.1 s.
-        assert figures["update_s"] < 60.0
-        assert figures["longest_task_ms"] < 5_000
-        assert figures["sort_ms"] < 5_000
+    served = visit.serve(swarm)
+    page = visit.open(served)
+    expect(page.locator("#peers-shown")).to_have_text("1,000 peers")
+    assert page.locator("#peers-body tr").count() < 60
+    page.evaluate(
+        """() => {
+            window.busy = [];
+            new PerformanceObserver((list) => window.busy.push(...list.getEntries().map((e) => e.duration)))
+                .observe({ entryTypes: ["longtask"] });
+        }"""
+    )
+    delays = []
+    for number in range(4, 10):
+        swarm.advance(20.0)
+        served.tell()
+        begun = time.monotonic()
+        expect(page.locator("#round")).to_have_text(str(number))
+        delays.append(time.monotonic() - begun)
+    clicks = page.evaluate(
+        """async () => {
+            const spent = [];
+            for (const button of document.querySelectorAll("#peers-head button")) {
+                const begun = performance.now();
+                button.click();
+                document.body.offsetHeight;
+                spent.push(performance.now() - begun);
+                await new Promise(requestAnimationFrame);
+            }
+            return spent;
+        }"""
+    )
+    busy = page.evaluate("window.busy")
+    figures = {"update_s": max(delays), "longest_task_ms": max(busy, default=0.0), "sort_ms": max(clicks)}
+    for name, value in figures.items():
+        record_property(name, value)
+    print(figures)
+    page.locator("#peers-scroll").evaluate("element => { element.scrollTop = element.scrollHeight }")
+    expect(page.locator("#peers-body tr[aria-rowindex='1001']")).to_be_attached()
+    # On a machine that does nothing else it is 1.6 s (of which 1.5 are the pause between changes), 0.2 s and 0.1 s.
+    assert figures["update_s"] < 60.0
+    assert figures["longest_task_ms"] < 5_000
+    assert figures["sort_ms"] < 5_000
