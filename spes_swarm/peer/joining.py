@@ -281,10 +281,10 @@ class Joining:
             choice = tuple(checkpoint.meta.held)
             room = max(room, len(choice))
         if room > run.most_experts:
-            self._console.say(f"{room} experts: a peer keeps at most {run.most_experts} while others can hold the rest")
+            self._console.say(
+                f"{room} experts requested: a peer keeps at most {run.most_experts} while others can hold the rest"
+            )
         self._held = self._ask(Commands.claim, COMMAND_TIMEOUT_S, experts=choice, room=room, fixed=fixed)
-        if len(self._held) < (asked := len(choice) if isinstance(choice, tuple) else choice):
-            self._console.say(f"training {len(self._held)} instead of {asked} experts: the peer is admitted to no more")
 
     def _make_trainer(self) -> None:
         context, peer = self._context, self._peer

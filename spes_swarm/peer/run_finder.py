@@ -73,6 +73,8 @@ class RunFinder:
             terms = opened(invitation, manifest).terms
             if self.peer.publish_to is not None and not terms.may_publish:
                 raise InvitationError("the invitation does not include the right to publish: leave out --publish-to")
+            if terms.experts is not None:
+                self.console.say(f"the invitation allows at most {plural(terms.experts, 'expert')}")
         self.admission = PeerAdmission(manifest, self.directory, self.identity, invitation)
         check_admission(manifest, self.identity.peer_id, self.admission.shown, time.time())
         if self.source is not None:

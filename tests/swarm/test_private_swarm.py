@@ -80,7 +80,7 @@ def test_a_delegate_invites_while_the_founder_is_away_and_takes_it_back(tmp_path
         assert founder.terminate() == 0
         eve_word = word_in(invite(dora, "--for", "eve", "--experts", "1"))
         eve = running.join("--invitation", eve_word, "--experts", 3, name="eve", via=dora)
-        eve.wait_for_text("training 1 instead of 3 experts")
+        eve.wait_for_text("the invitation allows at most 1 expert")
         together = joint_round([friend, dora, eve], max(dora.rounds()))
         assert len(eve.rounds()[together]["experts_held"]) == 1
         thief = refused(running.join("--invitation", eve_word, name="thief", via=friend))
