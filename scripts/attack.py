@@ -229,6 +229,7 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=[kind for kind in KINDS if kind != "shielded"])
     parser.add_argument("--size", type=float, default=3.0, help="length of the noise relative to the last round's move")
     parser.add_argument("--seeds", type=int, default=1, help="orders of the data; all start from the same weights")
+    parser.add_argument("--first-seed", type=int, default=0, help="to go on where an earlier run ended")
     parser.add_argument("--sequences", type=int, default=128, help="held-out sequences of an evaluation")
     parser.add_argument("--clip", type=float, help="override the configuration's; 0 = no bounds")
     parser.add_argument("--experts-per-peer", type=int, help="override the configuration's")
@@ -251,7 +252,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="attack-") as name:
         config = Path(name) / "run.yaml"
         config.write_text(yaml.safe_dump({"run": run}), encoding="utf-8")
-        for seed in range(options.seeds):
+        for seed in range(options.first_seed, options.first_seed + options.seeds):
             honest: Outcome | None = None
             for kind in ["none", *options.kinds]:
                 outcome = run_swarm(Path(name) / f"{kind}-{seed}", config, kind, options, seed)
