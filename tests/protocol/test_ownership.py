@@ -77,6 +77,13 @@ def test_peers_that_start_alone_do_not_all_choose_alike() -> None:
     assert len(choices) > 5
 
 
+@pytest.mark.parametrize("alone", range(8))
+def test_if_nobody_lacks_a_holder_a_newcomer_takes_over_from_the_peer_that_has_most(alone: int) -> None:
+    table = {"founder": [expert for expert in range(8) if expert != alone], "second": [alone]}
+    (chosen,) = choose_experts(table, "newcomer", 8, 8, Rules(replicas=1))
+    assert chosen != alone
+
+
 @pytest.mark.slow
 @given(tables(), st.integers(1, 8), st.integers(1, 4))
 def test_with_a_target_only_what_has_too_few_holders_is_chosen_but_never_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from scripts.testing.local_peer import LocalPeer
 from spes_swarm.network.round.gathering import rank
 from spes_swarm.storage.checkpoint import load_newest
 from tests.helpers.slow_join import launch_slow, launch_slower_than
-from tests.helpers.swarm import equal_digests, swarm
+from tests.helpers.swarm import Swarm, equal_digests, swarm
 from tests.helpers.tiny_model import tiny_layout
 
 pytestmark = pytest.mark.swarm
@@ -23,6 +24,17 @@ pytestmark = pytest.mark.swarm
 
 # With one holder for each expert every peer has room to spare, and somebody's experts are nobody else's.
 SPREAD: dict[str, Any] = {"ownership": {"replicas": 1}, "experts_per_peer": 8}
+
+
+def three_after_another(running: Swarm, last: Sequence[str] = ()) -> list[LocalPeer]:
+    """Peers that join one after the other; `last`: further arguments of the last one.
+
+    Of those that begin together, two may choose the same expert, and keep it if the founder holds all others.
+    """
+    running.found().wait_for("join")
+    running.join().wait_for("join")
+    running.join(*last).wait_for("join")
+    return running.peers
 
 
 def held_once(number: int, peers: list[LocalPeer]) -> bool:
@@ -39,10 +51,9 @@ def is_about(expert: int, event: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 def test_a_leaving_peer_loses_nothing_and_hands_its_moments_over(tmp_path: Path, optimiser: str) -> None:
     with swarm(tmp_path, training={"optimiser": optimiser}, **SPREAD) as running:
-        together = ("--wait-for-peers", 3)
-        stay = [running.found(*together), running.join(*together)]
-        leaver = running.join(*together, "--optimizer-states", "int8")  # others receive fp32 all the same
-        leaver.wait_for_round(3)
+        # Others receive its moments in fp32 all the same.
+        *stay, leaver = three_after_another(running, last=("--optimizer-states", "int8"))
+        leaver.wait_for_round(leaver.wait_for("round", lambda e: e["peers"] == 3)["round"] + 2)
         assert leaver.terminate() == 0
         last = max(leaver.rounds())
         # Its last round is one with the others, so its last steps are in their reference.
@@ -65,7 +76,7 @@ def test_a_leaving_peer_loses_nothing_and_hands_its_moments_over(tmp_path: Path,
 def test_a_dead_peers_experts_are_adopted_within_a_round_after_its_lease(tmp_path: Path) -> None:
     lease_s = 12.0
     with swarm(tmp_path, round={"lease_s": lease_s}, **SPREAD) as running:
-        *stay, victim = running.start_all(3)
+        *stay, victim = three_after_another(running)
         # The founder has handed over what the others took when they joined: whatever dies is nobody else's.
         victim.wait_for("round", lambda e: e["round"] >= 2 and held_once(e["round"], running.peers))
         victim.kill()

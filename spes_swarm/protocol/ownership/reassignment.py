@@ -55,11 +55,12 @@ def choose_experts(
 ) -> tuple[int, ...]:
     """Chooses the `want` experts with the fewest other holders; ties are broken by rendezvous hash.
 
-    With a replication target only experts with fewer holders are chosen, but at least one. Beyond the limit on one
-    member only experts that no other peer holds are chosen.
+    With a replication target only experts with fewer holders are chosen, but at least one: one of the peer that holds
+    most, which can give it up. Beyond the limit on one member only experts that no other peer holds are chosen.
     """
     rules = rules or Rules()
-    others = coverage({peer: experts for peer, experts in leases.items() if peer != me}, num_experts)
+    leases = {peer: experts for peer, experts in leases.items() if peer != me}
+    others = coverage(leases, num_experts)
     ranked = sorted(range(num_experts), key=lambda expert: (others[expert], priority(me, expert)))
     limit = rules.limit(num_experts)
     needed = [
@@ -67,7 +68,10 @@ def choose_experts(
         for place, expert in enumerate(ranked[:want])
         if (rules.replicas is None or others[expert] < rules.replicas) and (place < limit or not others[expert])
     ]
-    return tuple(sorted(needed or ranked[:1]))
+    if not needed:
+        most = {expert: len(held) for held in sorted(leases.values(), key=len) for expert in held}
+        needed = sorted(ranked, key=lambda expert: (others[expert], -most.get(expert, 0)))[:1]
+    return tuple(sorted(needed))
 
 
 def reserving(leases: ExpertsByPeer, num_experts: int, rules: Rules) -> set[int]:
