@@ -45,15 +45,17 @@ class Company:
             await asyncio.sleep(_PAUSE_S)
 
     async def await_beginners(self) -> None:
-        """Waits, before this peer's first round, for others that wait for company, if none of them trains yet.
+        """Waits, before this peer's first round, for others that wait for company, if no round has been committed yet.
 
-        They begin when this peer has appeared; until then it would commit rounds without them.
+        They begin when this peer has appeared. Whoever commits the first round without them knows only its members from
+        then on, and they know only theirs: two swarms that never become one.
         """
         if self._has_begun:
             return
         deadline = time.monotonic() + _BEGIN_S
-        while not self.roster.training() and time.monotonic() < deadline:
-            if all(view.progress.state != "waiting" for view in self.roster.answering()):
+        while time.monotonic() < deadline:
+            others = [view.progress for view in self.roster.answering()]
+            if any(other.round for other in others) or all(other.state != "waiting" for other in others):
                 break
             await asyncio.sleep(_PAUSE_S)
             await self.refresh()
