@@ -26,7 +26,7 @@ pytestmark = pytest.mark.swarm
 SPREAD: dict[str, Any] = {"ownership": {"replicas": 1}, "experts_per_peer": 8}
 
 
-def three_after_another(running: Swarm, last: Sequence[str] = ()) -> list[LocalPeer]:
+def start_in_turn(running: Swarm, last: Sequence[str] = ()) -> list[LocalPeer]:
     """Peers that join one after the other; `last`: further arguments of the last one.
 
     Of those that begin together, two may choose the same expert, and keep it if the founder holds all others.
@@ -52,7 +52,7 @@ def is_about(expert: int, event: dict[str, Any]) -> bool:
 def test_a_leaving_peer_loses_nothing_and_hands_its_moments_over(tmp_path: Path, optimiser: str) -> None:
     with swarm(tmp_path, training={"optimiser": optimiser}, **SPREAD) as running:
         # Others receive its moments in fp32 all the same.
-        *stay, leaver = three_after_another(running, last=("--optimizer-states", "int8"))
+        *stay, leaver = start_in_turn(running, last=("--optimizer-states", "int8"))
         leaver.wait_for_round(leaver.wait_for("round", lambda e: e["peers"] == 3)["round"] + 2)
         assert leaver.terminate() == 0
         last = max(leaver.rounds())
@@ -76,7 +76,7 @@ def test_a_leaving_peer_loses_nothing_and_hands_its_moments_over(tmp_path: Path,
 def test_a_dead_peers_experts_are_adopted_within_a_round_after_its_lease(tmp_path: Path) -> None:
     lease_s = 12.0
     with swarm(tmp_path, round={"lease_s": lease_s}, **SPREAD) as running:
-        *stay, victim = three_after_another(running)
+        *stay, victim = start_in_turn(running)
         # The founder has handed over what the others took when they joined: whatever dies is nobody else's.
         victim.wait_for("round", lambda e: e["round"] >= 2 and held_once(e["round"], running.peers))
         victim.kill()

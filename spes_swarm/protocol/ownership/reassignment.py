@@ -68,10 +68,8 @@ def choose_experts(
         for place, expert in enumerate(ranked[:want])
         if (rules.replicas is None or others[expert] < rules.replicas) and (place < limit or not others[expert])
     ]
-    if not needed:
-        most = {expert: len(held) for held in sorted(leases.values(), key=len) for expert in held}
-        needed = sorted(ranked, key=lambda expert: (others[expert], -most.get(expert, 0)))[:1]
-    return tuple(sorted(needed))
+    most = {expert: len(held) for held in sorted(leases.values(), key=len) for expert in held}
+    return tuple(sorted(needed)) or (min(ranked, key=lambda expert: (others[expert], -most.get(expert, 0))),)
 
 
 def reserving(leases: ExpertsByPeer, num_experts: int, rules: Rules) -> set[int]:
