@@ -55,16 +55,24 @@ def test_four_peers_agree_for_twenty_rounds(tmp_path: Path) -> None:
 WIDE = {"model": {"settings": {"hidden_size": 128, "intermediate_size": 512}}, "round": {"inner_steps": 4}}
 
 
+def wait_for_group(peer: LocalPeer, number: int) -> None:
+    peer.wait_for("group", lambda e: e["round"] == number)
+
+
 def hit_during_exchange(peers: list[LocalPeer], victim: LocalPeer, first_round: int, number: int) -> int:
-    """Signals the victim after a group with everybody in it has formed; returns the round that was hit."""
+    """Signals the victim after a group with everybody in it has formed; returns the round that was hit.
+
+    All have the group by then: whom a leader that is hit has not told learns it from another member, and comes late.
+    """
 
     def is_met_by_all(group: dict[str, Any]) -> bool:
         return bool(group["round"] >= first_round and group["peers"] == len(peers))
 
     while True:
-        group = peers[0].wait_for("group", is_met_by_all)
+        hit = int(peers[0].wait_for("group", is_met_by_all)["round"])
+        for peer in peers:
+            wait_for_group(peer, hit)
         victim.signal_tree(signal.SIGSTOP)
-        hit = int(group["round"])
         if hit not in victim.rounds():
             break
         victim.signal_tree(signal.SIGCONT)  # it was faster; another time
