@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.link.rpc import RemoteError
-from spes_swarm.network.round.gathering import rank
 from spes_swarm.network.round.rendezvous import Rendezvous
+from spes_swarm.protocol.meeting.view import rank
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement

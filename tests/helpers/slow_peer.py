@@ -16,7 +16,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,13 @@ from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
 from spes_swarm.network import run_services
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
 from spes_swarm.network.round.exchange import Exchange
-from spes_swarm.network.round.gathering import POLL_S, now
-from spes_swarm.network.round.rendezvous import Rendezvous
+from spes_swarm.network.round.rendezvous import Rendezvous, now
 from spes_swarm.port.messages import CaughtUp
+from spes_swarm.protocol.meeting.gathering import POLL_S
+from spes_swarm.protocol.meeting.view import View
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Part
 from spes_swarm.protocol.rounds.round_state import RoundState
-from spes_swarm.protocol.rounds.statement import Group
 from tests.helpers.hostile_peer import membership
 
 SLOW = {"slow": (True, True), "slow-push": (True, False), "slow-pull": (False, True)}  # late pushes, late results
@@ -89,15 +89,19 @@ class SlowExchange(Exchange):
 
 
 class LateLeader(Rendezvous):
-    """Lets others follow it, and leads no round."""
+    """Lets others follow it, and closes no group."""
 
     async def _serve_gather(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         await asyncio.sleep(POLL_S)
         return {}
 
-    async def _lead(self, round_number: int, sealed: bytes, deadline: float, failed: set[str]) -> Group | None:
-        failed.add(self.identity.peer_id)
-        return None
+
+_BEST_LEADER = View.best_leader
+
+
+def leads_nothing(view: View, round_number: int, failed: Collection[str]) -> str | None:
+    """Returns the best leader but for this process's peer."""
+    return _BEST_LEADER(view, round_number, {*failed, view.me})
 
 
 async def attack(maddr: str, directory: Path, kind: str) -> None:
@@ -106,7 +110,10 @@ async def attack(maddr: str, directory: Path, kind: str) -> None:
         pushes, results = SLOW[kind]
         await _take_part(maddr, directory, partial(SlowExchange, late_pushes=pushes, late_results=results))
     else:
-        with mock.patch.object(run_services, "Rendezvous", LateLeader):
+        with (
+            mock.patch.object(run_services, "Rendezvous", LateLeader),
+            mock.patch.object(View, "best_leader", leads_nothing),
+        ):
             await _take_part(maddr, directory, Exchange)
 
 

@@ -26,9 +26,9 @@ from spes_swarm.network.link.wire import open_channel
 from spes_swarm.network.process import NetworkProcess
 from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.network.round.exchange import Exchange
-from spes_swarm.network.round.gathering import Gathering
 from spes_swarm.network.run_services import RunServices
 from spes_swarm.protocol.consensus.codec import get_codec
+from spes_swarm.protocol.meeting.gathering import Gathering
 from spes_swarm.protocol.members.roster import Roster
 from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.rounds.plan import make_plan
@@ -151,14 +151,10 @@ def test_open_streams_are_shown_until_they_are_closed() -> None:
 
 
 def test_a_gathering_says_who_is_here_and_who_is_not() -> None:
-    async def gather() -> str:
-        gathering = Gathering(window_s=10.0)
-        gathering.add("here", b"statement")
-        gathering.lost.add("gone")
-        return gathering.describe()
-
-    said = asyncio.run(gather())
-    assert "here ['here'], lost ['gone']" in said
+    gathering = Gathering(window_s=10.0)
+    gathering.add("here", b"statement", now=1.0)
+    gathering.lost.add("gone")
+    assert "here ['here'], lost ['gone']" in gathering.describe(now=2.0)
 
 
 def test_a_report_that_cannot_be_made_fails_no_round() -> None:

@@ -156,7 +156,7 @@ def test_after_two_groups_that_fail_all_turn_to_the_next_leader(ranks: str, fail
 
     async def enter(who: Rendezvous) -> Group:
         group = await who.join(meeting.statement(tokens=10 + failed[who.identity.peer_id]))
-        leaders.append(meeting.name[who._leader])
+        leaders.append(meeting.name[who.machine.leader])
         if failed[who.identity.peer_id] < failures:
             failed[who.identity.peer_id] += 1
             await asyncio.sleep(5.0)

@@ -23,7 +23,6 @@ def relieve(meeting: Meeting, name: str, known_to: tuple[str, ...], patience_s: 
         peer_id = meeting.identity[who].peer_id
         (peer,) = (peer for peer in meeting.peers if peer.identity.peer_id == peer_id)
         peer.without_duty = lambda: {relieved}
-        peer.__post_init__()
         meeting.known[peer_id][:] = [
             replace(other, patience_s=patience_s) if other.peer_id == relieved else other
             for other in meeting.known[peer_id]

@@ -37,7 +37,7 @@ from scripts.testing.local_network import LocalNetwork
 from scripts.testing.local_peer import LocalPeer, LocalPeerError
 from spes_swarm.base.errors import SwarmError
 from spes_swarm.config.round_clock import RoundClock
-from spes_swarm.network.round.gathering import rank
+from spes_swarm.protocol.meeting.view import rank
 from spes_swarm.storage.run_directory import RunDirectory
 
 _POLL_S = 0.05

@@ -1,0 +1,140 @@
+"""The machine without one of its statements: do searches and walks notice?
+
+Each statement of the machine's methods is left out once (`pass` in its place), each condition is held to be true and
+to be false, and each `return` of a value that is not a condition's is kept. A mutant is noticed if a search or a walk
+finds a problem, raises an error, or takes much longer than the machine itself does.
+"""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from scripts.testing.meeting import search, walks
+from spes_swarm.protocol.meeting import attempt, gathering, meeting, view
+
+MODULES = (view, gathering, attempt, meeting)
+_SILENT = {"_say", "describe"}  # they only explain
+_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A changed statement."""
+
+    module: str
+    line: int
+    change: str
+
+    def __str__(self) -> str:
+        return f"{self.module.rpartition('.')[2]}.py:{self.line}: {self.change}"
+
+
+def mutants() -> Iterator[tuple[Mutant, str]]:
+    """All mutants, each with the source of its module."""
+    for module in MODULES:
+        assert module.__file__ is not None
+        source = Path(module.__file__).read_text(encoding="utf-8")
+        count = len(list(_places(ast.parse(source))))
+        for index in range(count):
+            tree = ast.parse(source)
+            body, at, kind = list(_places(tree))[index]
+            statement = body[at]
+            text = ast.unparse(statement).splitlines()[0]
+            if kind == "drop":
+                body[at] = ast.copy_location(ast.Pass(), statement)
+            else:
+                assert isinstance(statement, ast.If)
+                statement.test = ast.Constant(kind == "if True")
+            mutated = ast.unparse(ast.fix_missing_locations(tree))
+            yield Mutant(module.__name__, statement.lineno, f"{kind}: {text}"), mutated
+
+
+def _places(tree: ast.Module) -> Iterator[tuple[list[ast.stmt], int, str]]:
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef) or function.name in _SILENT:
+            continue
+        for node in ast.walk(function):
+            for name in ("body", "orelse", "finalbody"):
+                body = getattr(node, name, None)
+                if not isinstance(body, list):
+                    continue
+                for at, statement in enumerate(body):
+                    if isinstance(statement, ast.If):
+                        yield body, at, "if True"
+                        yield body, at, "if False"
+                    elif _changes_something(statement):
+                        yield body, at, "drop"
+
+
+def _changes_something(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Expr):
+        called = statement.value
+        is_call = isinstance(called, ast.Call)
+        if isinstance(called, ast.Call) and isinstance(called.func, ast.Attribute) and called.func.attr in _SILENT:
+            return False
+        return is_call
+    return isinstance(statement, ast.Assign | ast.AugAssign | ast.Delete | ast.Raise | ast.For | ast.Break)
+
+
+def check() -> str | None:
+    """Searches and walks briefly; returns the first problem."""
+    for peers, faults in ((2, {"freezes": 1, "losses": 1}), (2, {"crashes": 1, "losses": 1}), (3, {"crashes": 1})):
+        found = search.search(peers, most=4_000, **faults)
+        if found.problem is not None:
+            return found.problem
+    for peers, hostile, faults_of_walk in ((3, 0, 8), (5, 1, 8), (4, 0, 6)):
+        for seed in range(10):
+            problems, _ = walks.walk(seed, peers, hostile, faults_of_walk)
+            if problems:
+                return problems[0].what
+    return None
+
+
+def notice(mutant: Mutant, source: str) -> str | None:
+    """Returns how a mutant was noticed; None: it was not."""
+    context = multiprocessing.get_context("fork")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_try, args=(mutant.module, source, sending))
+    process.start()
+    sending.close()
+    try:
+        if not receiving.poll(_PATIENCE_S):
+            return "it does not end"
+        found: str | None = receiving.recv()
+        return found
+    except EOFError:
+        return "it crashes"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _try(module: str, source: str, sending: object) -> None:
+    try:
+        _install(module, source)
+        found = check()
+    except Exception as exc:  # whatever it is, it was noticed
+        found = f"{type(exc).__name__}: {exc}"
+    sending.send(found)  # type: ignore[attr-defined]
+
+
+def _install(changed: str, source: str) -> None:
+    """Replaces a module by its mutant, and those that import from it by themselves, loaded again."""
+    for original in MODULES:
+        assert original.__file__ is not None
+        text = source if original.__name__ == changed else Path(original.__file__).read_text(encoding="utf-8")
+        fresh = ModuleType(original.__name__)
+        fresh.__file__ = original.__file__
+        sys.modules[original.__name__] = fresh
+        exec(compile(text, original.__file__, "exec"), vars(fresh))
+    for user in (search, walks):
+        for name in vars(user):
+            for original in MODULES:
+                if getattr(vars(user)[name], "__module__", None) == original.__name__:
+                    setattr(user, name, getattr(sys.modules[original.__name__], name))

@@ -1,0 +1,78 @@
+"""The searches and walks of the machine that forms groups find nothing, and would find something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import model_check
+from scripts.testing.meeting.mutations import Mutant, mutants, notice
+from scripts.testing.meeting.search import search
+from scripts.testing.meeting.walks import walk
+from spes_swarm.protocol.meeting import meeting
+from spes_swarm.protocol.meeting.meeting import Meeting
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("faults", [{"freezes": 1, "losses": 1}, {"crashes": 1, "losses": 1}])
+def test_two_peers_meet_in_all_interleavings_with_two_faults(faults: dict[str, int]) -> None:
+    found = search(2, **faults)
+    assert found.problem is None, found.trace
+    assert found.complete
+
+
+def test_three_peers_meet_in_the_first_interleavings_with_a_crash() -> None:
+    found = search(3, crashes=1, most=4_000)
+    assert found.problem is None, found.trace
+    assert found.states == 4_000
+
+
+@pytest.mark.parametrize(("peers", "hostile"), [(2, 0), (3, 0), (4, 0), (5, 1), (8, 2)])
+def test_peers_stay_together_on_random_walks(peers: int, hostile: int) -> None:
+    rounds = 0
+    for seed in range(10):
+        problems, walked = walk(seed, peers, hostile, faults=8)
+        assert not problems, "\n".join(walked.trace[-60:])
+        rounds += walked.rounds
+    assert rounds > 100  # commits
+
+
+def test_a_search_finds_a_leader_that_closes_a_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = Meeting._gather
+
+    def close_at_once(self: Meeting, number: int, gathering: Any) -> None:
+        if gathering.present(self._now):
+            self._set_closed(self._form(number, gathering.present(self._now).values()), self._view.me)
+        gather(self, number, gathering)
+
+    monkeypatch.setattr(Meeting, "_gather", close_at_once)
+    found = search(2)
+    assert found.problem is not None
+    assert found.trace
+
+
+def test_a_walk_finds_a_peer_that_forgets_whom_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Meeting, "_leader_in", lambda self, number: "")
+    assert any(walk(seed, 4, 0, 6)[0] for seed in range(10))
+
+
+def test_a_statement_that_is_left_out_is_noticed() -> None:
+    chosen = next(each for each in mutants() if each[0].change == "drop: self._set_closed(group, view.me)")
+    assert notice(*chosen) is not None
+
+
+def test_the_machine_as_it_is_passes_the_same_check() -> None:
+    assert meeting.__file__ is not None
+    same = Mutant(meeting.__name__, 0, "none")
+    assert notice(same, Path(meeting.__file__).read_text(encoding="utf-8")) is None
+
+
+def test_the_command_says_what_it_has_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert model_check.main(["search", "--peers", "2"]) == 0
+    assert model_check.main(["walk", "--peers", "3", "--walks", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "states, all: no problem" in said
+    assert "2 walks" in said
