@@ -112,7 +112,7 @@ class RunServices(RunCommands):
             on_ahead=self._on_ahead,
             leaves_out=lambda peer: state.roster.standing.leaves_out(peer) or not door.admits(peer),
             vet=door.vet_statement,
-            find_others=self._company.find_again,
+            is_blind=lambda: self._company.is_blind,
             on_stall=state.tracks.conduct.note_stall,
             without_duty=lambda: state.roster.standing.without_duty,
         )

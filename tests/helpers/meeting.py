@@ -110,6 +110,7 @@ class Meeting:
         self.known: dict[str, list[Neighbour]] = {}  # by peer: the live peers that it knows
         self.ahead: list[int] = []
         self.stalls: list[tuple[str, int]] = []
+        self.blind: set[str] = set()  # peers that may have lost sight of the others
         self.peers = [self.rendezvous(who) for who in self.honest]
 
     def rendezvous(
@@ -142,7 +143,7 @@ class Meeting:
             on_ahead=self.ahead.append,
             leaves_out=lambda peer_id: False,
             vet=lambda peer_id, statement: 1.0,
-            find_others=self.find_others,
+            is_blind=lambda: who.peer_id in self.blind,
             on_stall=lambda leader, round_number: self.stalls.append((self.name[leader], round_number)),
             without_duty=frozenset,
         )
@@ -157,9 +158,6 @@ class Meeting:
             return await answer(self.name[caller], arguments.get("statement"))
 
         self.wire.handlers[self.identity[name].peer_id, method] = handle
-
-    async def find_others(self) -> None:
-        """See Rendezvous; tests of peers that lose sight of the others replace it."""
 
     def begin(self, who: Rendezvous, attempt: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Begins what a peer does, so that the peer can be frozen."""

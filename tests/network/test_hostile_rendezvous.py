@@ -11,6 +11,7 @@ import pytest
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.protocol.averaging.commitments import Signer, SigningKey
+from spes_swarm.protocol.meeting.attempt import Fate
 from spes_swarm.protocol.meeting.gathering import POLL_S
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
@@ -245,7 +246,7 @@ def test_strangers_neither_begin_rounds_nor_move_the_clock(meeting: Meeting) -> 
             assert await me._serve_gather(stranger.peer_id, request) == {"early": True, "defers": False}
         with pytest.raises(ProtocolError, match="round"):
             await me._serve_call(stranger.peer_id, {"run": RUN_ID, "round": 3})
-        assert not me.machine._gatherings
+        assert not me.machine._leading.gatherings
 
     run_at_once(attack(), limit_s=60.0)
     assert not meeting.called
@@ -267,11 +268,11 @@ def test_a_stranger_that_polls_early_is_in_the_round_as_soon_as_it_begins(meetin
         await me.start()
         early = poll(meeting, me, stranger)
         await asyncio.sleep(POLL_S / 2)
-        assert not me.machine._gatherings
+        assert not me.machine._leading.gatherings
         poll(meeting, me, member)
         await asyncio.sleep(POLL_S / 4)
         assert not early.done()
-        assert me.machine._gatherings[1].sealed.keys() == {stranger.peer_id, member.peer_id}
+        assert me.machine._leading.gatherings[1].sealed.keys() == {stranger.peer_id, member.peer_id}
 
     run_at_once(come_early(), limit_s=60.0)
 
@@ -311,15 +312,15 @@ def test_a_round_that_ends_meanwhile_is_not_begun_again_by_a_poll_that_waits(mee
 
     async def wait() -> None:
         await me.start()
-        me.machine._memory.round = 1
-        me.machine._memory.leaders[me.identity.peer_id] = "failed"  # groups that it led have failed
+        me.machine._state.memory.round = 1
+        me.machine._state.memory.leaders[me.identity.peer_id] = Fate.FAILED  # groups that it led have failed
         waiting = poll(meeting, me, meeting.honest[1])
         await asyncio.sleep(POLL_S / 2)
         targets.append(2)
         me.reset()
         poll(meeting, me, meeting.honest[2], round_number=2)
         assert await waiting == {"over": True}
-        assert me.machine._gatherings.keys() == {2}
+        assert me.machine._leading.gatherings.keys() == {2}
 
     run_at_once(wait(), limit_s=60.0)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from scripts.testing.local_peer import LocalPeer
-from spes_swarm.network.round.gathering import rank
+from spes_swarm.protocol.meeting.view import rank
 from spes_swarm.storage.checkpoint import load_newest
 from tests.helpers.slow_join import launch_slow, launch_slower_than
 from tests.helpers.swarm import Swarm, equal_digests, swarm

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,9 @@ from scripts.testing.meeting.mutations import Mutant, mutants, notice
 from scripts.testing.meeting.search import search
 from scripts.testing.meeting.walks import walk
 from spes_swarm.protocol.meeting import meeting
-from spes_swarm.protocol.meeting.meeting import Meeting
+from spes_swarm.protocol.meeting.gathering import Gathering
+from spes_swarm.protocol.meeting.leading import Leading
+from spes_swarm.protocol.meeting.state import State
 
 pytestmark = pytest.mark.slow
 
@@ -30,37 +31,40 @@ def test_three_peers_meet_in_the_first_interleavings_with_a_crash() -> None:
     assert found.states == 4_000
 
 
-@pytest.mark.parametrize(("peers", "hostile"), [(2, 0), (3, 0), (4, 0), (5, 1), (8, 2)])
-def test_peers_stay_together_on_random_walks(peers: int, hostile: int) -> None:
+@pytest.mark.parametrize(("honest", "hostile"), [(2, 0), (3, 0), (4, 0), (4, 1), (6, 2)])
+def test_peers_stay_together_on_random_walks(honest: int, hostile: int) -> None:
     rounds = 0
     for seed in range(10):
-        problems, walked = walk(seed, peers, hostile, faults=8)
+        problems, walked = walk(seed, honest, hostile, faults=8)
         assert not problems, "\n".join(walked.trace[-60:])
         rounds += walked.rounds
     assert rounds > 100  # commits
 
 
 def test_a_search_finds_a_leader_that_closes_a_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    gather = Meeting._gather
+    close = Leading._close
 
-    def close_at_once(self: Meeting, number: int, gathering: Any) -> None:
-        if gathering.present(self._now):
-            self._set_closed(self._form(number, gathering.present(self._now).values()), self._view.me)
-        gather(self, number, gathering)
+    def close_at_once(self: Leading, number: int, gathering: Gathering) -> None:
+        state = self._state
+        if present := gathering.present(state.now):
+            state.close(state.form(number, present.values()), state.view.me)
+        close(self, number, gathering)
 
-    monkeypatch.setattr(Meeting, "_gather", close_at_once)
+    monkeypatch.setattr(Leading, "_close", close_at_once)
     found = search(2)
     assert found.problem is not None
     assert found.trace
 
 
 def test_a_walk_finds_a_peer_that_forgets_whom_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Meeting, "_leader_in", lambda self, number: "")
+    monkeypatch.setattr(State, "leader_in", lambda self, number: "")
     assert any(walk(seed, 4, 0, 6)[0] for seed in range(10))
 
 
 def test_a_statement_that_is_left_out_is_noticed() -> None:
-    chosen = next(each for each in mutants() if each[0].change == "drop: self._set_closed(group, view.me)")
+    chosen = next(
+        each for each in mutants() if each[0].change == "drop: state.close(state.form(number, sealed), view.me)"
+    )
     assert notice(*chosen) is not None
 
 
@@ -72,7 +76,7 @@ def test_the_machine_as_it_is_passes_the_same_check() -> None:
 
 def test_the_command_says_what_it_has_seen(capsys: pytest.CaptureFixture[str]) -> None:
     assert model_check.main(["search", "--peers", "2"]) == 0
-    assert model_check.main(["walk", "--peers", "3", "--walks", "2"]) == 0
+    assert model_check.main(["walk", "--honest", "3", "--walks", "2"]) == 0
     said = capsys.readouterr().out
     assert "states, all: no problem" in said
     assert "2 walks" in said

@@ -12,20 +12,21 @@ RUN_ID = "checked"
 
 
 @cache
-def statement(number: int) -> Statement:
-    """A statement for a round."""
-    return Statement.model_construct(round=number, held=[0], versions=[0], digests=[b"\0" * 32])
+def statement(number: int, reference: int = 0, life: int = 0) -> Statement:
+    """A statement for a round, of a peer with a reference; each of its processes has another signing key."""
+    digests, certificate = [reference.to_bytes(32)], bytes(life)
+    return Statement.model_construct(round=number, held=[0], versions=[0], digests=digests, certificate=certificate)
 
 
-def seal(name: str, number: int, nonce: int = 0) -> bytes:
+def seal(name: str, number: int, reference: int = 0, life: int = 0, nonce: int = 0) -> bytes:
     """What a peer would sign."""
-    return f"{name}|{number}|{nonce}".encode()
+    return f"{name}|{number}|{reference}|{life}|{nonce}".encode()
 
 
 @cache
 def _open(sealed: bytes) -> Member:
-    name, number, _ = sealed.decode().split("|")
-    return Member(name, statement(int(number)))
+    name, number, reference, life, _ = sealed.decode().split("|")
+    return Member(name, statement(int(number), int(reference), int(life)))
 
 
 def form(number: int, sealed: Iterable[bytes]) -> Group:

@@ -1,12 +1,13 @@
 """Exhaustive search: one round of two or three machines, in every order of messages and with a few faults.
 
-All peers want round 1. A message between peers that run arrives before time passes, in any order with others. Each step
-is a choice: which message arrives, whether one is lost, whether a peer crashes now or is frozen for a while. Equal
-states are visited once. What must hold in all of them:
+All peers want round 1 as soon as they run: none trains meanwhile. A message between peers that run arrives before time
+passes, in any order with others. Each step is a choice: which message arrives, whether one is lost, whether a peer
+crashes now or is frozen for a while. Equal states are visited once. What must hold in all of them:
 
 - all peers that exchange do so in the same group
 - nobody gets a group alone while another peer has neither crashed nor been frozen, and no message was lost
-- every peer that runs has a group within a stated time after the last fault
+- within a minute of the last fault, every peer that runs has a group, or has given up while most are past the round: it
+  would adopt their reference
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from typing import Any
 from scripts.testing.meeting.parts import RUN_ID, form, seal, statement
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.meeting.gathering import CALL_TIMEOUT_S, POLL_TIMEOUT_S
+from spes_swarm.protocol.meeting.leading import Leading
 from spes_swarm.protocol.meeting.meeting import Meeting
-from spes_swarm.protocol.meeting.outputs import Answer, Call, Look, Poll, Reply
+from spes_swarm.protocol.meeting.outputs import Answer, Call, Poll, Reply
 from spes_swarm.protocol.meeting.view import View
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group
@@ -42,6 +44,7 @@ class Peer:
     alive: bool = True
     awake_from: float = 0.0
     group: Group | None = None
+    behind: bool = False  # it has given up, and most have a group
     asks: dict[int, tuple[Poll | Call, float]] = field(default_factory=dict)  # by key: until when an answer counts
     owes: dict[int, tuple[str, int]] = field(default_factory=dict)  # by its own key: whose poll with which key
 
@@ -65,9 +68,9 @@ class Scene:
     crashes: int
     freezes: int
     losses: int
-    now: float = 0.0
+    now: float = 100.0
     messages: list[Message] = field(default_factory=list)
-    last_fault: float = 0.0
+    last_fault: float = 100.0
     faulty: frozenset[str] = frozenset()
     lost: bool = False
     keys: int = 0
@@ -84,13 +87,13 @@ class Scene:
             if len(group.members) == 1 and others_run and name not in self.faulty:
                 return f"{name} is alone in its group"
         if self.now > self.last_fault + LIMIT_S and not self.done:
-            return "a peer that runs has no group"
+            return "a peer that runs has no group and is not behind"
         return None
 
     @property
     def done(self) -> bool:
-        """True if every peer that runs has a group."""
-        return all(peer.group is not None or not peer.alive for peer in self.peers.values())
+        """True if every peer that runs has a group, or has to adopt the reference of those that have one."""
+        return all(peer.group is not None or peer.behind or not peer.alive for peer in self.peers.values())
 
     def runs(self, name: str) -> bool:
         """True if a peer has neither crashed nor is it frozen."""
@@ -160,13 +163,16 @@ class Scene:
                     self._answered(name, key, output, None)
             self._input(name).tick()
             self._carry_out(name)
-            if peer.joined and peer.group is None and not peer.machine.attempts:
-                self._join(name)
+            if peer.joined and peer.group is None and not peer.machine.joining:
+                targets = [1 if each.group is None else 2 for each in self.peers.values() if each.alive]
+                peer.behind = sorted(targets)[len(targets) // 2] > 1
+                if not peer.behind:
+                    self._join(name)
 
     def _deliver(self, message: Message) -> None:
         name, peer = message.receiver, self.peers[message.receiver]
         if message.output is None:
-            if (asked := peer.asks.get(message.key)) is not None:
+            if peer.alive and (asked := peer.asks.get(message.key)) is not None:
                 self._answered(name, message.key, asked[0], message.answer)
             return
         if not peer.alive:
@@ -181,10 +187,10 @@ class Scene:
                 self.messages.append(Message(name, message.sender, message.key, answer=answer))
             else:
                 self.keys += 1
-                peer.owes[self.keys] = message.sender, message.key
                 machine.polled(self.keys, message.sender, message.output.round, message.output.sealed)
-        except ProtocolError:
-            self.messages.append(Message(name, message.sender, message.key, answer={"error": "refused"}))
+                peer.owes[self.keys] = message.sender, message.key
+        except ProtocolError:  # a refusal, which is no fault
+            self.messages.append(Message(name, message.sender, message.key))
         self._carry_out(name)
 
     def _answered(self, name: str, key: int, output: Poll | Call, answer: Answer | None) -> None:
@@ -199,9 +205,7 @@ class Scene:
     def _carry_out(self, name: str) -> None:
         peer = self.peers[name]
         machine = peer.machine
-        outputs, machine.outputs = machine.outputs, []
-        machine.decisions.clear()
-        for output in outputs:
+        for output in machine.drain()[0]:
             if isinstance(output, Poll | Call):
                 self.keys += 1
                 receiver = output.leader if isinstance(output, Poll) else output.peer
@@ -211,8 +215,6 @@ class Scene:
             elif isinstance(output, Reply) and output.key in peer.owes:
                 asker, key = peer.owes.pop(output.key)
                 self.messages.append(Message(name, asker, key, answer=output.answer))
-            elif isinstance(output, Look):
-                self._input(name).looked(output.round)
         outcome = machine.outcome
         if outcome is not None:
             if isinstance(outcome, Group):
@@ -233,6 +235,7 @@ class Scene:
             (
                 self._relative(peer.machine, rename),
                 peer.joined,
+                peer.behind,
                 peer.alive,
                 max(peer.awake_from - self.now, 0.0),
                 peer.group and peer.group.sealed,
@@ -246,7 +249,7 @@ class Scene:
             for m in self.messages
         )
         budget = (self.crashes, self.freezes, self.losses, self.lost, sorted(self.faulty))
-        return repr((peers, messages, budget, self._time(self.last_fault))).encode()
+        return repr((peers, messages, budget, round(self.now - self.last_fault, 3))).encode()
 
     def _time(self, at: float) -> float:
         return max(round(at - self.now, 3), -_OLD_S)
@@ -268,10 +271,12 @@ class Scene:
             return None
         slots = chain.from_iterable(getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
         names = sorted({*getattr(value, "__dict__", {}), *slots})
+        if isinstance(value, Leading):
+            names.remove("_state")  # the machine's
         return [(name, self._relative(getattr(value, name), rename)) for name in names if name not in _IGNORED]
 
 
-_IGNORED = {"decisions", "_now", "_window_s", "_exchange_s", "number"}
+_IGNORED = {"now", "window_s", "exchange_s"}
 
 
 @dataclass

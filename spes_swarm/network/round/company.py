@@ -24,6 +24,7 @@ class Company:
     refresh: Callable[[], Awaitable[None]]  # reads records again
     read_at: float = field(default=-math.inf, init=False)  # by the steady clock, when records were read last
     _look_until: float = field(default=-math.inf, init=False)  # until when a round waits for others
+    _noticed: float | None = field(default=None, init=False)  # the last reading, if it was noticed to be long ago
     _has_begun: bool = field(default=False, init=False)  # whether a round of this peer has begun
 
     def note_read(self) -> None:
@@ -32,15 +33,20 @@ class Company:
         if self.progress_ttl_s / 2 < self.read_at - before < math.inf:  # renewed each fifth of their lifetime
             self._look_until = self.read_at + self.progress_ttl_s
 
-    async def find_again(self) -> None:
-        """Waits for another peer's record, if this process slept for so long that all that it knew have expired.
+    @property
+    def is_blind(self) -> bool:
+        """True while this process may have slept for so long that all records that it knew have expired.
 
-        Without this it would hold rounds alone, and fork the reference, until its node has found the others.
+        A round alone would then fork the reference.
         """
-        until, now = self._look_until, steady_clock()
-        if now - self.read_at > self.progress_ttl_s / 2:  # nothing has been read since
-            until = now + self.progress_ttl_s
-        while not self.roster.present() and steady_clock() < max(until, self._look_until):
+        now = steady_clock()
+        if now - self.read_at > self.progress_ttl_s / 2 and self._noticed != self.read_at:  # nothing was read since
+            self._noticed, self._look_until = self.read_at, now + self.progress_ttl_s
+        return now < self._look_until
+
+    async def find_again(self) -> None:
+        """Waits for another peer's record while this process is blind."""
+        while not self.roster.present() and self.is_blind:
             await self.refresh()
             await asyncio.sleep(_PAUSE_S)
 

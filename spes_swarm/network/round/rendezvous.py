@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
@@ -17,7 +17,7 @@ from spes_swarm.network.link.clock import steady_clock
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.protocol.meeting.gathering import CALL_TIMEOUT_S, POLL_TIMEOUT_S
 from spes_swarm.protocol.meeting.meeting import TICK_S, Meeting
-from spes_swarm.protocol.meeting.outputs import Ahead, Answer, Call, Called, Fault, Look, Poll, Reply, Stall
+from spes_swarm.protocol.meeting.outputs import Ahead, Answer, Call, Called, Fault, Output, Poll, Reply, Stall
 from spes_swarm.protocol.meeting.view import View
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.standing import Neighbour
@@ -50,7 +50,7 @@ class Rendezvous:
     on_ahead: Callable[[int], None]  # others gather for the round after `target_round`: this peer may have missed one
     leaves_out: Callable[[str], bool]  # a group that is closed here does not include this peer: it only owes, or is out
     vet: Vet  # checks that a peer may take part
-    find_others: Callable[[], Awaitable[None]]  # waits for the others if this peer has slept and lost sight of them
+    is_blind: Callable[[], bool]  # True while this peer may have slept and lost sight of the others
     on_stall: Callable[[str, int], None]  # a leader did not close the group of a round
     without_duty: Callable[[], Collection[str]]  # who leads only if nobody else can, maybe this peer
     machine: Meeting = field(init=False)
@@ -61,7 +61,7 @@ class Rendezvous:
     _ticks: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.machine = Meeting(self.window_s, self.exchange_s, self._form, lambda peer: self.leaves_out(peer))
+        self.machine = Meeting(self.window_s, self.exchange_s, self._form, self.leaves_out)
 
     def describe(self) -> Iterator[str]:
         """Lines for the log: whom this peer follows, and which rounds it gathers."""
@@ -70,7 +70,7 @@ class Rendezvous:
     @property
     def gathering(self) -> bool:
         """Returns True while this peer waits for the group of a round."""
-        return self.machine.attempts
+        return self.machine.joining
 
     async def start(self) -> None:
         """Registers the handlers."""
@@ -94,6 +94,7 @@ class Rendezvous:
                 machine.leave()
         if isinstance(outcome, RoundError):
             raise outcome
+        _LOGGER.info("round %d: a group of %d, led by %s", outcome.round, len(outcome.members), machine.leader)
         return outcome
 
     def spend(self, group: Group) -> None:
@@ -116,6 +117,7 @@ class Rendezvous:
             self.reachable,
             self.defers(),
             frozenset(self.without_duty()),
+            self.is_blind(),
         )
         try:
             yield self.machine.at(now(), view)
@@ -123,34 +125,36 @@ class Rendezvous:
             self._carry_out()
 
     def _carry_out(self) -> None:
-        machine = self.machine
-        decisions, machine.decisions = machine.decisions, []
-        outputs, machine.outputs = machine.outputs, []
+        outputs, decisions = self.machine.drain()
         for decision in decisions:
             _LOGGER.debug(decision)
         for output in outputs:
-            match output:
-                case Poll():
-                    self._begin(self._poll(output))
-                case Call():
-                    self._begin(self._call(output))
-                case Reply(key, answer):
-                    if key in self._polls and not self._polls[key].done():
-                        self._polls[key].set_result(answer)
-                case Called(round_number):
-                    self.on_called(round_number)
-                case Ahead(round_number):
-                    self.on_ahead(round_number)
-                case Look(round_number):
-                    self._begin(self._look(round_number))
-                case Stall(leader, round_number):
-                    self.on_stall(leader, round_number)
-                case Fault(peer, error):
-                    self.rpc.on_fault(peer, error)
-        if machine.busy and not self._ticks:
+            try:
+                self._do(output)
+            except Exception:  # the other outputs do not come again
+                _LOGGER.exception("%s failed", output)
+        if not self._ticks:
             self._ticks = True
             self._begin(self._tick())
         self._changed.notify()
+
+    def _do(self, output: Output) -> None:
+        match output:
+            case Poll():
+                self._begin(self._poll(output))
+            case Call():
+                self._begin(self._call(output))
+            case Reply(key, answer):
+                if key in self._polls and not self._polls[key].done():
+                    self._polls[key].set_result(answer)
+            case Called(round_number):
+                self.on_called(round_number)
+            case Ahead(round_number):
+                self.on_ahead(round_number)
+            case Stall(leader, round_number):
+                self.on_stall(leader, round_number)
+            case Fault(peer, error):
+                self.rpc.on_fault(peer, error)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -158,16 +162,13 @@ class Rendezvous:
         task.add_done_callback(self._tasks.discard)
 
     async def _tick(self) -> None:
-        while self.machine.busy:
+        while True:  # also while nobody waits: the machine notices if this process did not run
             await asyncio.sleep(TICK_S)
-            with self._input() as machine:
-                machine.tick()
-        self._ticks = False
-
-    async def _look(self, round_number: int) -> None:
-        await self.find_others()
-        with self._input() as machine:
-            machine.looked(round_number)
+            try:
+                with self._input() as machine:
+                    machine.tick()
+            except Exception:
+                _LOGGER.exception("the rendezvous has failed")  # the next tick goes on with it
 
     async def _poll(self, poll: Poll) -> None:
         arguments = {"run": self.run_id, "round": poll.round, "statement": poll.sealed}
@@ -188,6 +189,9 @@ class Rendezvous:
         except ProtocolError as exc:
             return exc
         except OSError:
+            return None
+        except Exception:  # without an answer, the machine would wait for it
+            _LOGGER.exception("`%s` of %s failed", method, peer)
             return None
 
     def _form(self, round_number: int, sealed: Iterable[bytes]) -> Group:

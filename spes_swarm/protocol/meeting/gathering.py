@@ -16,11 +16,11 @@ POLL_TIMEOUT_S = POLL_S + CALL_TIMEOUT_S
 LEADER_GRACE_S = 4 * POLL_S
 # A peer that has not run for SLEPT_S (its process was stopped, its machine slept) has been passed over, or is about to
 # be. As a leader it waits for the others for another _RETURN_S, which LEADER_GRACE_S includes; but a machine that is
-# always so slow does not wait for ever.
+# always so slow does not wait for ever. A leader gives those as long that may come although the window is over.
 SLEPT_S, _RETURN_S, _MAX_SLEEPS = 2.5, 2 * POLL_S, 2
 
-
-# What a peer that was called may say instead of whom it follows: it follows nobody, or it has yet to come so far.
+# What a peer may report that was called: that it follows nobody, or neither that nor whom it follows, since it is at an
+# earlier round or does not know the caller; otherwise whom it follows. No peer has these ids.
 IDLE, BEHIND = "idle", "behind"
 
 
@@ -28,8 +28,7 @@ IDLE, BEHIND = "idle", "behind"
 class Calling:
     """Calls to one missing peer."""
 
-    due: float
-    busy: bool = False  # it has not answered yet
+    due: float  # math.inf: it has not answered yet
     failures: int = 0  # in a row
 
 
@@ -38,94 +37,66 @@ class Gathering:
     """What a leader knows while it gathers a round; times are the machine's."""
 
     window_s: float
-    opened: float | None = None  # the window begins when the leader or most of the voices are here
+    polls_count_from: float = 0.0
+    opened: float | None = None  # the window begins when the leader is here, or more than may be hostile
     sealed: dict[str, bytes] = field(default_factory=dict)  # the signed statements
     last_poll: dict[str, float] = field(default_factory=dict)
     calls: dict[str, Calling] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)  # peers that cannot be reached, or do not come
     past: set[str] = field(default_factory=set)  # peers that report that this round is over
-    said: dict[str, str] = field(default_factory=dict)  # by peer that was called: its leader, or one of the above
+    reported: dict[str, str] = field(default_factory=dict)  # by peer that was called: its leader, or one of the above
+    answered_at: dict[str, float] = field(default_factory=dict)  # when they did
     redirect: str | None = None  # a better leader
-    looks: bool | None = None  # for others, since it knows of none; False: it has
     _sleeps: int = 0
     _awaits_all_until: float = 0.0
 
     def describe(self, now: float) -> str:
         """What the leader knows, for the log."""
         return (
-            f"open for {now - (self.opened or now):.1f} s, here {sorted(self.present(now))}, lost {sorted(self.lost)}, "
-            f"said {self.said}, past it {sorted(self.past)}, redirects to {self.redirect}"
+            f"open since {self.opened}, at {now}, here {sorted(self.present(now))}, lost {sorted(self.lost)}, "
+            f"reported {self.reported}, past it {sorted(self.past)}, redirects to {self.redirect}"
         )
 
-    def slept(self, now: float) -> None:
-        """Waits longer for the others, since this peer has not run for a while."""
+    def note_sleep(self, now: float, polls_count_from: float) -> None:
+        """Waits longer for the others, since the leader has not run for a while."""
         if self._sleeps < _MAX_SLEEPS:
             self._sleeps += 1
-            self._awaits_all_until = now + _RETURN_S
+            self.polls_count_from, self._awaits_all_until = polls_count_from, now + _RETURN_S
 
     def add(self, peer_id: str, sealed: bytes, now: float) -> None:
         """Notes a poll of a peer, with its statement."""
         self.sealed[peer_id] = sealed
         self.last_poll[peer_id] = now
         self.lost.discard(peer_id)
-        self.said[peer_id] = BEHIND
+        self.reported.pop(peer_id, None)
 
     def present(self, now: float) -> dict[str, bytes]:
         """Returns the statements of the peers that still poll."""
-        return {peer: sealed for peer, sealed in self.sealed.items() if self.last_poll[peer] >= now - FRESH_S}
+        oldest = max(now - FRESH_S, self.polls_count_from)
+        return {peer: sealed for peer, sealed in self.sealed.items() if self.last_poll[peer] >= oldest}
 
-    def away(self, answers_count: bool) -> set[str]:
-        """Returns who is not about to come: who does not answer and, if their answers count, who follows nobody."""
-        idle = {peer for peer, what in self.said.items() if what == IDLE} if answers_count else set()
-        return (self.lost - self.past) | idle
+    def away(self, now: float, idle: bool = False, elsewhere: bool = False) -> set[str]:
+        """Returns who is not about to come: who does not answer, who follows nobody, who is at another round.
 
-    def coming(self) -> set[str]:
-        """Returns who has said that it is on its way to the round, here or elsewhere."""
-        return {peer for peer, what in self.said.items() if what != IDLE}
-
-    def awaits(self, peer: Neighbour, now: float, passed_over: float) -> bool:
-        """Returns True while this gathering waits for a peer.
-
-        `passed_over`: when all who followed the leader that failed here have passed it over, too. They then come within
-        a window. Otherwise a hostile leader could fail one peer only, and that peer would commit the round alone.
+        The second and the third if `idle` and `elsewhere`.
         """
+        what = (IDLE,) * idle + (BEHIND,) * elsewhere
+        said = {peer for peer, answer in self.reported.items() if answer in what}
+        return (self.lost if elsewhere else self.lost - self.past) | (said - self.present(now).keys())
+
+    def has_waited(self, now: float, seconds: float) -> bool:
+        """Returns True once the window has been open for so long and _RETURN_S more."""
+        return self.opened is not None and now >= self.opened + seconds + _RETURN_S
+
+    def answers(self, since: float) -> dict[str, str]:
+        """Returns what the peers have reported since then."""
+        return {peer: what for peer, what in self.reported.items() if self.answered_at[peer] >= since}
+
+    def awaits(self, peer: Neighbour, now: float, late_until: float) -> bool:
+        """Returns True while this gathering waits for a peer; `late_until`: at least until then."""
         if self.opened is None:
             return True
         limit_s = min(peer.patience_s, self.window_s)
-        until = max(self._awaits_all_until, self.opened + limit_s)
-        if self.said.get(peer.peer_id, IDLE) not in (IDLE, BEHIND) and limit_s >= self.window_s:
-            until = max(until, passed_over + self.window_s)
-        return now < until
-
-
-class Patience:
-    """Until when a peer follows each leader of a round; a leader may wait for those who still follow the one before."""
-
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
-        self.passed_over = 0.0  # when all who follow the leader followed last have passed it over
-        self._leader = ""
-        self._until: dict[str, float] = {}
-        self._back: set[str] = set()
-
-    def turn_to(self, leader: str, now: float) -> float:
-        """Returns until when to follow a leader. Each further one gets a window more."""
-        if leader != self._leader:
-            self._leader = leader
-            if leader in self._back:
-                self._extend(leader, now)
-            else:
-                self._set(leader, max(now, self.passed_over) + self._window_s + LEADER_GRACE_S + POLL_TIMEOUT_S)
-        return self.passed_over - POLL_TIMEOUT_S
-
-    def return_to(self, leader: str, now: float) -> None:
-        """Notes that a leader which did not answer is followed again: no window more, or it could divide the others."""
-        self._back.add(leader)
-        if leader == self._leader:
-            self._extend(leader, now)
-
-    def _extend(self, leader: str, now: float) -> None:
-        self._set(leader, max(self._until.get(leader, 0.0), now + LEADER_GRACE_S + POLL_TIMEOUT_S))
-
-    def _set(self, leader: str, until: float) -> None:
-        self.passed_over = self._until[leader] = until
+        if limit_s < self.window_s:  # it has missed rounds
+            late_until = 0.0
+        return now < max(self._awaits_all_until, self.opened + limit_s, late_until)

@@ -3,51 +3,45 @@
 The best-ranked live peer leads (see view.py): it gathers the signed statements, calls the peers that are missing, and
 closes the group when all have come or the window is over (for peers that still follow a leader that has failed here,
 after two windows and a few seconds; each further leader that fails adds a window). A peer that gets no answer from a
-leader turns to the next in rank. Once per round, it turns back to such a leader when it calls: one that was frozen
+leader turns to the next in rank. Once per round, it turns back to each such leader when it calls: one that was frozen
 would otherwise close a second group. A leader that learns of a better one sends its followers there. Every peer that
 has the closed group passes it on, so a leader that dies while it announces the group does not split it.
 
 No peer is assumed to be honest. How long a leader waits for a peer depends on that peer's history. A leader that does
 not close the group in time, sends its followers in circles, or whose groups have failed twice is passed over; the first
 to pass it over waits for the peers that still follow it. A group that leaves this peer out is accepted only if it
-includes most of the voices, and only for as long as its exchange may take. A claim that the swarm is a round further on
-counts only if enough voices make it to move the median of their records.
+includes most of the electorate, and only for as long as its exchange may take. A claim that the swarm is further on
+counts only if enough of the electorate makes it to move the median of their records.
 
 A newcomer defers to the initial peers: it follows them, and leads no round before its first commit. Peers that know it
 from earlier rounds may rank it first; it says that it defers, and they turn to the next. Peers that defer themselves
 keep following it. A leader that has lost its duties is passed over at once.
 
-The state of an attempt: idle -> leading or following(leader) -> closed, or given up. Whether or not this peer attempts
-a round, it gathers for those that poll it.
+The state of an attempt: idle -> leading or following(leader) -> closed, or given up. What it knows is in `state`, the
+leader's side in `leading`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from spes_swarm.base.errors import NoLeaderError, ProtocolError, RoundError
-from spes_swarm.protocol.meeting.attempt import FAILED, PAST, RETURNED, SILENT, Attempt, Held, Memory
-from spes_swarm.protocol.meeting.gathering import BEHIND, IDLE, POLL_S, SLEPT_S, Calling, Gathering, Patience
-from spes_swarm.protocol.meeting.outputs import Ahead, Answer, Call, Called, Fault, Look, Output, Poll, Reply, Stall
+from spes_swarm.protocol.meeting.attempt import Attempt, Fate, LeaderTimeouts, Memory
+from spes_swarm.protocol.meeting.gathering import BEHIND, IDLE, POLL_S, SLEPT_S
+from spes_swarm.protocol.meeting.leading import Leading
+from spes_swarm.protocol.meeting.outputs import Ahead, Answer, Call, Called, Fault, Output, Poll, Stall
+from spes_swarm.protocol.meeting.state import State
 from spes_swarm.protocol.meeting.view import View
-from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement
 
 TICK_S = POLL_S / 4
-_MAX_REDIRECTS, _MAX_ROUND_GATHERINGS = 3, 4
+_MAX_REDIRECTS = 3
 # For how long a follower that is offered a group of a few waits for others that answer its calls but have not come.
-_DOUBT_S = 2 * POLL_S
+_MINORITY_S = 2 * POLL_S
 
 
 class Meeting:
-    """The machine of one run. Before each input, `at` gives it the time and what this peer knows then.
-
-    Attributes:
-        outputs: what is to be done after an input, for its caller to take away.
-        decisions: the reasons, one sentence each, likewise.
-        closed: the newest closed group known here.
-        leader: who led this peer to it.
-    """
+    """The machine of one run. Before each input, `at` gives it the time and what this peer knows then."""
 
     def __init__(
         self,
@@ -61,82 +55,79 @@ class Meeting:
         `exchange_s`: what the exchange of a group takes at most. `form` verifies statements and makes them a group, or
         raises ProtocolError. `leaves_out`: a group that is closed here does not include a peer, which only owes.
         """
-        self._window_s, self._exchange_s, self._form, self._leaves_out = window_s, exchange_s, form, leaves_out
-        self.outputs: list[Output] = []
-        self.decisions: list[str] = []
-        self.closed: Group | None = None
-        self.leader = ""
-        self._giver = ""  # who passed on the newest group
-        self._now = 0.0
-        self._view = View("", "", 0)
-        self._attempt: Attempt | None = None
-        self._memory = Memory(0, Patience(window_s))
-        self._gatherings: dict[int, Gathering] = {}
-        self._held: dict[int, Held] = {}
+        self._state = State(window_s, exchange_s, form, leaves_out)
+        self._leading = Leading(self._state)
         self._ahead: dict[str, int] = {}  # by live peer: the newest round beyond the next one that it calls for
 
     # What it does.
 
     @property
     def busy(self) -> bool:
-        """True while it is to be told the time, each TICK_S."""
-        return bool(self._gatherings or self._held or self._attempt)
+        """True while it needs a tick each TICK_S; otherwise, one each second will do."""
+        return self._leading.busy or self.joining
+
+    @property
+    def joining(self) -> bool:
+        """True while this peer waits for the group of a round."""
+        return self._state.attempt is not None
 
     @property
     def outcome(self) -> Group | RoundError | None:
         """What has become of this peer's attempt."""
-        return self._attempt.outcome if self._attempt is not None else None
+        return self._state.attempt.outcome if self._state.attempt is not None else None
 
     @property
-    def attempts(self) -> bool:
-        """True while this peer waits for the group of a round."""
-        return self._attempt is not None
+    def leader(self) -> str:
+        """Who led this peer to its newest group."""
+        return self._state.leader
+
+    def drain(self) -> tuple[list[Output], list[str]]:
+        """What is to be done since this was asked last, and the reasons of decisions, one sentence each."""
+        state = self._state
+        outputs, decisions, state.outputs, state.decisions = state.outputs, state.decisions, [], []
+        return outputs, decisions
 
     def describe(self) -> Iterator[str]:
         """Lines for the log."""
-        known = self._memory
-        if self._attempt is not None:
-            yield f"round {self._attempt.round}: follows {self._attempt.leader or 'nobody'}"
-        yield f"leaders {known.leaders}, ahead {self._ahead}"
-        yield from (f"gathers round {number}: {it.describe(self._now)}" for number, it in self._gatherings.items())
+        state = self._state
+        if state.attempt is not None:
+            yield f"round {state.attempt.round}: follows {state.attempt.leader or 'nobody'}"
+        yield f"leaders {state.memory.leaders}, ahead {self._ahead}"
+        for number, gathering in self._leading.gatherings.items():
+            yield f"gathers round {number}: {gathering.describe(state.now)}"
 
     # Inputs.
 
     def at(self, now: float, view: View) -> Meeting:
-        """Notes the time, in seconds, and what this peer knows of the others; returns itself."""
-        if self.busy and now - self._now > SLEPT_S:
-            for gathering in self._gatherings.values():
-                gathering.slept(now)
-        self._now, self._view = now, view
+        """Notes the time, in seconds, and what this peer knows of the others; returns itself.
+
+        Without an input for more than SLEPT_S, this peer counts as one that did not run.
+        """
+        if self._state.view.me and now - self._state.now > SLEPT_S:
+            self._leading.note_sleep(now)
+        self._state.now, self._state.view = max(now, self._state.now), view
         return self
 
     def tick(self) -> None:
         """Time has passed."""
-        for _ in range(2):  # what one part decides may let another one go on
-            self._advance()
-            for held in self._held.values():
-                self._let_in(held)
-            for number, gathering in list(self._gatherings.items()):
-                self._gather(number, gathering)
         self._advance()
-        for key, held in list(self._held.items()):
-            if (answer := self._answer(held)) is not None:
-                del self._held[key]
-                self.outputs.append(Reply(key, answer))
+        self._leading.step()
+        self._advance()  # a group may have been closed
+        self._leading.answer()
 
     def join(self, sealed: bytes, statement: Statement) -> None:
         """This peer wants to be in the group of a round, with this statement."""
-        if self._memory.round != statement.round:
-            self._memory = Memory(statement.round, Patience(self._window_s))
-        self._attempt = Attempt(statement, sealed, self._now + 2 * self._window_s + 20.0)
+        state = self._state
+        state.memory = state.known(statement.round)
+        state.attempt = Attempt(statement, sealed, state.now, state.now + 2 * state.window_s + 20.0)
         self.tick()
 
     def leave(self) -> None:
         """Ends this peer's attempt, whatever has become of it."""
-        if self._attempt is not None:
-            number, self._attempt = self._attempt.round, None
-            for gathered in [r for r in self._gatherings if r <= number]:
-                self._drop(gathered, "this peer's attempt has ended")
+        if (attempt := self._state.attempt) is not None:
+            self._state.attempt = None
+            for number in [number for number in self._leading.gatherings if number <= attempt.round]:
+                self._leading.drop(number, "this peer's attempt has ended")
             self.tick()
 
     def polled(self, key: int, peer: str, round_number: int, sealed: bytes) -> None:
@@ -145,13 +136,12 @@ class Meeting:
         Raises:
             ProtocolError: (`round`) the round is too far ahead.
         """
-        if self._outcome(round_number) is None:
-            target = self._view.target
-            if round_number > target + 1:
-                raise ProtocolError("round", f"round {round_number} is far ahead of {target}")
-            if round_number > target and peer in self._view.voices():
-                self._note_ahead(peer, round_number)
-        self._held[key] = Held(peer, round_number, sealed, self._now + POLL_S)
+        view = self._state.view
+        if round_number > view.target + 1:
+            raise ProtocolError("round", f"round {round_number} is far ahead of {view.target}")
+        if round_number > view.target and peer in view.electorate():
+            self._note_ahead(peer, round_number)
+        self._leading.enqueue(key, peer, round_number, sealed)
         self.tick()
 
     def called(self, peer: str, round_number: int) -> Answer:
@@ -160,205 +150,219 @@ class Meeting:
         Raises:
             ProtocolError: (`round`) a stranger calls for a round that is not near.
         """
-        target = self._view.target
-        if (group := self._closed_in(round_number)) is not None:
+        state, target = self._state, self._state.view.target
+        if (group := state.closed_in(round_number)) is not None:
             return {"group": list(group.sealed), "target": target}
-        if peer not in self._view.voices():  # its record may not be here yet, so this alone is not a fault
-            if not 0 <= round_number <= target + 1:
-                raise ProtocolError("round", f"a stranger called for round {round_number}; the next one is {target}")
-            return {"target": target}
-        if round_number == target + 1:
+        is_stranger = peer not in state.view.electorate()  # its record may not be here yet, so this alone is no fault
+        if is_stranger and not 0 <= round_number <= target + 1:
+            raise ProtocolError("round", f"a stranger called for round {round_number}; the next one is {target}")
+        if round_number == target + 1 and not is_stranger:
             self._note_ahead(peer, round_number)
         if round_number != target:
             return {"target": target}
-        self._try_again(peer, round_number)
-        self.outputs.append(Called(round_number))
-        relieved = {"relieved": True} if peer in self._view.without_duty else {}
-        leader = self._leader_in(round_number)
+        if not is_stranger:
+            self._reinstate(peer, round_number)
+            state.outputs.append(Called(round_number))
         self.tick()
-        return {"leader": leader, **relieved} if leader else {}
+        if leader := state.leader_in(round_number):
+            # Peers of protocol 6 without this machine go by `relieved`; with it, by what most others follow.
+            return {"leader": leader, "relieved": peer in state.view.without_duty}
+        return {"target": target} if is_stranger else {}
 
     def poll_answered(self, poll: Poll, answer: Answer | ProtocolError | None) -> None:
         """A leader has answered a poll, or broken the protocol; None: it did not answer."""
-        attempt = self._attempt
-        if attempt is not None and attempt.polls and attempt.number == poll.number:
-            attempt.polls = False
-            # One that is answered at once is not repeated at once: an honest leader holds it for a while.
-            attempt.poll_at = max(self._now, attempt.asked + TICK_S)
+        attempt = self._state.attempt
+        if attempt is not None and attempt.poll is poll:
+            attempt.poll = None
             if answer is None:
-                self._pass_over(attempt, "does not answer", SILENT)
+                self._pass_over(attempt, "does not answer", Fate.SILENT)
             else:
-                self._follow(attempt, answer)
+                self._hear(attempt, poll, answer)
+        elif attempt is not None and attempt.round == poll.round and answer is not None:
+            self._adopts(answer, poll)  # a leader that it has turned away from may have closed a group with it
         self.tick()
 
     def call_answered(self, call: Call, answer: Answer | ProtocolError | None) -> None:
         """The same of a missing peer that was called."""
-        gathering = self._gatherings.get(call.round)
-        calling = gathering.calls.get(call.peer) if gathering is not None else None
-        if gathering is not None and calling is not None and calling.busy:
-            calling.busy, calling.due = False, self._now + POLL_S / 2
-            try:
-                if isinstance(answer, ProtocolError):
-                    raise answer
-                if answer is not None:
-                    self._hear(call.peer, call.round, gathering, answer)
-                    calling.failures = -1
-            except ProtocolError as exc:
-                self.outputs.append(Fault(call.peer, exc))
-            calling.failures += 1
-            if calling.failures == 2:
-                self._lose(gathering, call.peer, "does not answer")
-        self.tick()
-
-    def looked(self, round_number: int) -> None:
-        """The search for others is over."""
-        if (gathering := self._gatherings.get(round_number)) is not None:
-            gathering.looks = False
+        self._leading.call_answered(call, answer)
         self.tick()
 
     def spend(self, group: Group) -> None:
-        """Marks a group whose exchange failed here: another attempt at the round needs another group.
-
-        A leader may give different groups to different members, which then all fail; after the second, it is passed
-        over. An honest leader stands aside then, too, or it would go on without its members.
-        """
-        if group.round == self._memory.round:
-            self._memory.spent.add(group.id)
-            self._memory.spoiled.update({self._giver, self.leader})
-            if self._memory.spoiled[self.leader] > 1:
-                self._memory.leaders[self.leader] = FAILED
-        if self.closed is not None and self.closed.id == group.id:
-            self.closed = None
+        """The exchange of a group has failed here."""
+        self._state.spend(group)
 
     def reset(self) -> None:
         """Forgets groups and claims, since this peer has adopted the reference of others, at whatever round."""
-        self.closed = None
+        number = self._state.attempt.round if self._state.attempt is not None else 0
+        self._state.closed, self._state.memory = None, Memory(number, LeaderTimeouts(self._state.window_s))
         self._ahead.clear()
-        self._memory.forgive()
-        for number in list(self._gatherings):
-            self._drop(number, "the reference is another one")
+        for number in list(self._leading.gatherings):
+            self._leading.drop(number, "the reference is another one")
         self.tick()
 
     # This peer's attempt.
 
     def _advance(self) -> None:
-        attempt = self._attempt
+        state, attempt = self._state, self._state.attempt
         if attempt is None or attempt.outcome is not None:
             return
-        number, me = attempt.round, self._view.me
-        gathering = self._gatherings.get(number)
+        number, me = attempt.round, state.view.me
+        gathering = self._leading.gatherings.get(number)
         if not attempt.leader and not self._choose_leader(attempt):
             return
         if attempt.leader == me and gathering is not None and (better := gathering.redirect) is not None:
-            if better not in self._memory.failed() and self._view.may_lead(better):
-                self._turn_to(attempt, better, redirects=0)
+            if better not in state.memory.failed() and state.view.may_lead(better):
+                self._turn_to(attempt, better)
             else:
-                self._drop(number, f"{better} failed, or has left")
-        if attempt.leader == me:
-            self._gathering(number).add(me, attempt.sealed, self._now)
-        if attempt.offered is not None:
-            self._doubt(attempt, *attempt.offered)
-        group = self._closed_in(number)
+                self._leading.drop(number, f"{better} failed, or has left")
+        elif attempt.leader != me and gathering is not None and self._leading.is_followed_by_most(gathering):
+            state.say(number, f"leads instead of following {attempt.leader}: most others follow this peer")
+            self._turn_to(attempt, me)
+        group = state.closed_in(number)
         if group is not None and (attempt.heard or attempt.leader == me or group.index_of(me) is not None):
-            self.leader = self._giver if attempt.leader == me else attempt.leader
+            state.leader = state.giver if attempt.leader == me else attempt.leader
             self._enter(attempt, group)
-        elif self._now >= attempt.deadline:
-            if attempt.redirects:
-                self._memory.leaders[attempt.leader] = FAILED
-            self._give_up(attempt, RoundError(f"no group formed for round {number}"))
-        elif attempt.leader != me and not attempt.polls and self._now >= attempt.poll_at:
-            attempt.asked, attempt.polls, attempt.number = self._now, True, attempt.number + 1
-            self.outputs.append(Poll(attempt.leader, attempt.number, number, attempt.sealed))
+        elif state.now >= attempt.deadline:
+            if attempt.redirects or attempt.offered is not None:
+                state.memory.note(attempt.leader, Fate.FAILED)
+            state.give_up(number, RoundError(f"no group formed for round {number}"))
+        elif attempt.leader == me:
+            self._leading.gathering(number).add(me, attempt.sealed, state.now)
+        elif attempt.offered is not None:
+            self._check_minority(attempt, *attempt.offered)
+        elif attempt.poll is None and state.now >= attempt.poll_at:
+            # One that is answered at once is not repeated at once: an honest leader holds it for a while.
+            attempt.poll, attempt.poll_at = Poll(attempt.leader, number, attempt.sealed), state.now + TICK_S
+            state.outputs.append(attempt.poll)
 
     def _choose_leader(self, attempt: Attempt) -> bool:
         """Turns to the best leader; returns False if there is none."""
-        known, number, view = self._memory, attempt.round, self._view
-        leader = view.best_leader(number, known.passed_over())
-        while leader is not None and leader in view.without_duty:
+        state, known, number, view = self._state, self._state.memory, attempt.round, self._state.view
+        while (leader := view.best_leader(number, known.passed_over())) is not None and leader in view.without_duty:
             if view.best_leader(number, {*known.passed_over(), leader}) is None:
                 break
-            known.patience.turn_to(leader, self._now)  # and pass it over as if it had failed: not all may know of it
-            known.leaders[leader] = FAILED
-            self._say(number, f"passes over {leader}: it has no duty")
-            leader = view.best_leader(number, known.passed_over())
-        if leader is None:
-            error = (
-                NoLeaderError
-                if FAILED in known.leaders.values() and SILENT not in known.leaders.values()
-                else RoundError
-            )
-            known.forgive()
-            self._give_up(attempt, error("no peer that could lead the round is reachable"))
-            return False
-        self._say(number, "leads" if leader == view.me else f"follows {leader}: it ranks best")
-        self._turn_to(attempt, leader, redirects=0)
-        return True
+            known.timeouts.turn_to(leader, state.now)  # and pass it over as if it had failed: not all may know of it
+            known.note(leader, Fate.FAILED)
+            state.say(number, f"passes over {leader}: it has no duty")
+        if leader is not None:
+            state.say(number, "leads" if leader == view.me else f"follows {leader}: it ranks best")
+            self._turn_to(attempt, leader)
+            return True
+        became, failed = set(known.leaders.values()), {Fate.FAILED, Fate.EARLY, Fate.LATE}
+        error = NoLeaderError if became & failed and became <= failed | {Fate.PAST} else RoundError
+        known.leaders.clear()
+        known.failed_groups.clear()
+        state.give_up(number, error("no peer that could lead the round is reachable"))
+        return False
 
-    def _turn_to(self, attempt: Attempt, leader: str, redirects: int) -> None:
-        attempt.leader, attempt.redirects, attempt.polls, attempt.poll_at = leader, redirects, False, self._now
-        if leader != self._view.me:
-            attempt.until = self._memory.patience.turn_to(leader, self._now)
+    def _turn_to(self, attempt: Attempt, leader: str, redirects: int = 0) -> None:
+        now, known = self._state.now, self._state.memory
+        attempt.leader, attempt.redirects, attempt.poll, attempt.poll_at = leader, redirects, None, now
+        attempt.offered = None
+        if leader != self._state.view.me:
+            attempt.until = known.timeouts.turn_to(leader, now, again=known.leaders.get(leader) == Fate.BACK)
 
-    def _pass_over(self, attempt: Attempt, why: str, what: str = FAILED) -> None:
-        self._say(attempt.round, f"passes over {attempt.leader}: it {why}")
-        self._memory.leaders[attempt.leader] = what
-        attempt.leader, attempt.offered = "", None
+    def _pass_over(self, attempt: Attempt, why: str, what: Fate = Fate.FAILED) -> None:
+        self._state.say(attempt.round, f"passes over {attempt.leader}: it {why}")
+        self._state.memory.note(attempt.leader, what)
+        gathering = self._leading.gatherings.get(attempt.round)
+        if gathering is not None and gathering.redirect == attempt.leader:
+            self._leading.drop(attempt.round, "it sends others there")
+        attempt.leader, attempt.poll, attempt.offered = "", None, None
 
-    def _follow(self, attempt: Attempt, answer: Answer | ProtocolError) -> None:
-        """Hears what the leader of this peer says."""
-        leader, number, known = attempt.leader, attempt.round, self._memory
+    def _adopts(self, answer: Answer | ProtocolError, poll: Poll) -> bool:
+        """Accepts the group in an answer, if there is one; returns False if the answer breaks the protocol."""
         try:
             if isinstance(answer, ProtocolError):
                 raise answer
-            self._adopt(answer, number, leader)
-            attempt.heard = True
+            self._state.adopt(answer, poll.round, poll.leader)
         except ProtocolError as exc:
-            self.outputs.append(Fault(leader, exc))
+            self._state.outputs.append(Fault(poll.leader, exc))
+            return False
+        return True
+
+    def _hear(self, attempt: Attempt, poll: Poll, answer: Answer | ProtocolError) -> None:
+        """Hears what the leader of this peer says."""
+        state, leader, number, known = self._state, attempt.leader, attempt.round, self._state.memory
+        if not self._adopts(answer, poll) or isinstance(answer, ProtocolError):
             self._pass_over(attempt, "breaks the protocol")
             return
-        if self._closed_in(number) is not None or attempt.offered is not None:
+        attempt.heard = True
+        if state.closed_in(number) is not None or attempt.offered is not None:
             return
         redirect = answer.get("leader")
         refused = isinstance(redirect, str) and self._refuses(redirect, number)
         if answer.get("over"):
-            # Unless the records confirm it, the next attempt goes to another leader.
-            known.leaders[leader] = FAILED if known.leaders.get(leader) == RETURNED else PAST
-            self._give_up(attempt, RoundError(f"round {number} is over"))
-        elif refused or (answer.get("defers") and not self._view.defers):
+            known.note(leader, Fate.PAST)  # unless the records confirm it, the next attempt goes to another leader
+            state.give_up(number, RoundError(f"round {number} is over"))
+        elif refused or (answer.get("defers") and not state.view.defers):
             self._pass_over(attempt, "does not lead")  # without it, the next best candidate may be this peer
         elif answer.get("early"):
-            if self._now > attempt.until:
-                known.leaders[leader] = FAILED
-                self._give_up(attempt, RoundError(f"the other peers have not started round {number}"))
-        elif self._now > attempt.until or attempt.redirects > _MAX_REDIRECTS:
-            self.outputs.append(Fault(leader, ProtocolError("leader", f"did not close the group of round {number}")))
+            if state.now > attempt.until:
+                if leader in state.view.electorate() and not state.view.defers:  # it had been told that this peer has
+                    state.outputs.append(Stall(leader, number))
+                known.note(leader, Fate.EARLY)
+                state.give_up(number, RoundError(f"the other peers have not started round {number}"))
+        elif state.now > attempt.until or attempt.redirects > _MAX_REDIRECTS:
+            state.outputs.append(Fault(leader, ProtocolError("leader", f"did not close the group of round {number}")))
             if not attempt.redirects:  # otherwise it may be due to those who redirected this peer
-                self.outputs.append(Stall(leader, number))
-            self._pass_over(attempt, "did not close the group in time")
-        elif isinstance(redirect, str) and redirect not in known.failed() | {leader} and self._view.may_lead(redirect):
-            self._note_return(redirect)
-            self._say(number, f"follows {redirect}: {leader} does")
+                state.outputs.append(Stall(leader, number))
+            self._pass_over(attempt, "did not close the group in time", Fate.LATE)
+        elif isinstance(redirect, str) and redirect not in known.failed() | {leader} and state.view.may_lead(redirect):
+            known.return_to(redirect)
+            state.say(number, f"follows {redirect}: {leader} does")
             self._turn_to(attempt, redirect, attempt.redirects + 1)
 
     def _refuses(self, redirect: str, number: int) -> bool:
         """Returns True if this peer rejects a redirect and its sender. If it may lead, it only goes up in rank."""
-        view = self._view
-        leads = view.reachable and not view.defers and not self._stands_aside(number)
+        view = self._state.view
+        leads = view.reachable and not view.defers and not self._state.stands_aside(number)
         goes_down = view.may_lead(redirect) and view.ranks_before(view.me, redirect, number)
         return redirect == view.me or (leads and goes_down)
 
+    def _reinstate(self, leader: str, number: int) -> None:
+        """Follows a leader again that did not answer, or had not begun."""
+        state = self._state
+        if state.known(number).bring_back(leader):
+            state.say(number, f"follows {leader} again: it called")
+            gathering = self._leading.gatherings.get(number)
+            if gathering is not None and gathering.redirect is None and state.view.is_better(leader, number):
+                gathering.redirect = leader
+
+    def _check_minority(self, attempt: Attempt, group: Group, since: float) -> None:
+        """Takes a group of a few from the leader unless the others come: it may have left them out."""
+        state, members = self._state, {member.peer_id for member in group.members}
+        gathering = self._leading.gathering(attempt.round)
+        gathering.redirect = None  # or it would call nobody
+        # An honest leader does not wait for those that have missed rounds.
+        unawaited = {n.peer_id for n in state.view.neighbours if n.patience_s < state.window_s}
+        answers = gathering.answers(since)  # since the leader had closed the group
+        trained = {peer for peer, what in answers.items() if what == IDLE}
+        on_their_way = {peer for peer, what in answers.items() if what not in (IDLE, BEHIND)}
+        on_their_way |= {peer for peer, at in gathering.last_poll.items() if at >= since}
+        coming = on_their_way - members - unawaited
+        waited = state.now >= max(since + _MINORITY_S, attempt.began + state.window_s)
+        if state.view.outnumber_liars(coming):
+            if state.view.outnumber_liars(p for p in coming if gathering.reported.get(p) == attempt.leader):
+                state.outputs.append(Stall(attempt.leader, attempt.round))
+            self._pass_over(attempt, f"leaves out {sorted(coming)}, who are on their way")
+        elif state.view.are_majority(
+            members, (gathering.away(state.now) | unawaited | (trained if waited else set())) - members
+        ):
+            state.close(group, attempt.leader)
+
     def _enter(self, attempt: Attempt, group: Group) -> None:
-        """Checks that the group includes this peer with its current experts and reference; fewer tokens will do."""
-        index, new = group.index_of(self._view.me), attempt.statement
+        """Checks that the group includes this peer with its experts, reference and key; fewer tokens will do."""
+        index, new = group.index_of(self._state.view.me), attempt.statement
         if index is not None:
             old = group.members[index].statement
-            if (old.held, old.versions, old.digests) == (new.held, new.versions, new.digests):
+            if all(getattr(old, name) == getattr(new, name) for name in ("held", "versions", "digests", "certificate")):
                 self._start_afresh()
                 attempt.outcome = group
                 return
         self._leave_to_others(group)
         how = "without this peer" if index is None else "with an outdated statement of this peer"
-        self._give_up(attempt, RoundError(f"round {attempt.round} began {how}"))
+        self._state.give_up(attempt.round, RoundError(f"round {attempt.round} began {how}"))
 
     def _leave_to_others(self, group: Group) -> None:
         """Marks a group that this peer cannot enter as spent, once it has had the time that an exchange may take.
@@ -366,208 +370,21 @@ class Meeting:
         Until then its members may be about to commit the round, and another group would fork the reference. This peer
         would normally not be here if they had: it would have seen so in the records, and fetched their reference.
         """
-        known = self._memory
+        state, known = self._state, self._state.memory
         if known.left_out_since is None:
-            known.left_out_since = self._now
-        elif self._now - known.left_out_since > self._window_s + self._exchange_s:
+            known.left_out_since = state.now
+        elif state.now - known.left_out_since > state.window_s + state.exchange_s:
             self._start_afresh()
-            self.spend(group)
+            state.spend(group)
 
     def _start_afresh(self) -> None:
-        self._memory.left_out_since = None
-        self._memory.patience = Patience(self._window_s)
-
-    def _give_up(self, attempt: Attempt, error: RoundError) -> None:
-        self._say(attempt.round, f"gives up: {error}")
-        attempt.outcome = error
-
-    # Rounds that are gathered here.
-
-    def _gathering(self, number: int) -> Gathering:
-        if number not in self._gatherings:
-            if len(self._gatherings) >= _MAX_ROUND_GATHERINGS:  # left over from rounds that this peer did not join
-                self._drop(min(self._gatherings), "there are too many")
-            self._gatherings[number] = Gathering(self._window_s)
-        return self._gatherings[number]
-
-    def _drop(self, number: int, why: str) -> None:
-        del self._gatherings[number]
-        self._say(number, f"gathers no longer: {why}")
-
-    def _gather(self, number: int, gathering: Gathering) -> None:
-        """Calls missing peers, and closes the group when no other peer is awaited any more."""
-        if gathering.redirect is not None or self._closed_in(number) is not None:
-            return
-        view, present = self._view, gathering.present(self._now)
-        peers = Neighbour(view.me, view.reachable), *view.neighbours
-        missing = [n for n in peers if n.peer_id not in present.keys() | gathering.lost]
-        if view.me not in present and self._leader_in(number):
-            gathering.said[view.me] = self._leader_in(number)
-        for peer in missing:
-            calling = gathering.calls.setdefault(peer.peer_id, Calling(self._now))
-            if not calling.busy and self._now >= calling.due:
-                calling.busy, calling.due = peer.peer_id != view.me, self._now + POLL_S / 2
-                self.outputs.append(Call(peer.peer_id, number) if calling.busy else Called(number))
-        # Do most of the voices that come or answer say that the round is over?
-        if view.are_most(gathering.past, gathering.lost.difference(gathering.past, present)):
-            self._drop(number, "most say that the round is over")
-            if self._attempt is not None and self._leader_in(number) == view.me:  # alone, it would fork the reference
-                self._give_up(self._attempt, RoundError(f"round {number} is over"))
-            return
-        # Otherwise a hostile follower that is early could have it closed before the others come.
-        if gathering.opened is None and (view.me in present or view.are_many(present)):
-            gathering.opened = self._now
-        passed_over = self._memory.patience.passed_over
-        if not present or any(gathering.awaits(peer, self._now, passed_over) for peer in missing):
-            return
-        come = view.are_majority(present, gathering.away(answers_count=True))
-        if not come and self._now < (gathering.opened or self._now) + 2 * self._window_s:
-            return  # others would be left out
-        if not view.neighbours and gathering.looks is not False:
-            if gathering.looks is None:
-                gathering.looks = True
-                self.outputs.append(Look(number))
-            return
-        group = self._form(number, [sealed for peer, sealed in present.items() if not self._leaves_out(peer)])
-        self._set_closed(group, view.me)
-
-    def _hear(self, peer: str, number: int, gathering: Gathering, answer: Answer) -> None:
-        """Hears what a missing peer answers."""
-        if gathering.redirect is not None or self._closed_in(number) is not None:
-            return
-        view = self._view
-        failed = self._memory.failed() if self._memory.round == number else set()
-        if peer in view.voices():
-            self._adopt(answer, number, peer, absent=gathering.lost)
-        leader, target = answer.get("leader"), answer.get("target")
-        if isinstance(target, int) and target > number:
-            gathering.past.add(peer)
-            self._lose(gathering, peer, f"says that the round is over; its next one is {target}")
-        elif isinstance(leader, str):
-            gathering.said[peer] = leader
-            agreed = {other for other, what in gathering.said.items() if what == leader}
-            together = len(agreed) > 1 and view.are_most(agreed, gathering.lost)
-            leads = leader not in gathering.present(self._now) and leader != view.me
-            if leader not in failed and leads and (view.is_better(leader, number) or together):
-                self._note_return(leader)
-                gathering.redirect = leader
-                why = "most follow it" if together else f"{peer} follows it, and it ranks better"
-                self._say(number, f"sends others to {leader}: {why}")
-        else:
-            gathering.said[peer] = IDLE if target is None else BEHIND
-
-    def _lose(self, gathering: Gathering, peer: str, why: str) -> None:
-        gathering.lost.add(peer)
-        gathering.calls.pop(peer, None)
-        self._say(self._view.target, f"does not wait for {peer}: it {why}")
-
-    def _let_in(self, held: Held) -> None:
-        """Adds a poll to the gathering of its round, if there is one or it may begin one."""
-        number, view = held.round, self._view
-        if held.gathering is not None or self._outcome(number) is not None or self._stands_aside(number):
-            return
-        # Strangers may only join. One that is early is held: a round may begin and be closed between two polls.
-        if number in self._gatherings or (held.peer in view.voices() and not view.defers):
-            held.gathering = self._gathering(number)
-            if held.gathering.redirect == held.peer:  # it follows this peer, so it does not lead
-                held.gathering.redirect = None
-            if held.gathering.redirect is None:
-                held.gathering.add(held.peer, held.sealed, self._now)
-
-    def _answer(self, held: Held) -> Answer | None:
-        """Returns the answer to a poll; None while it is held, until there is news for the follower."""
-        outcome, late, defers = self._outcome(held.round), self._now >= held.until, self._view.defers
-        if outcome is not None:
-            return outcome
-        if held.gathering is None:
-            if leader := self._leader_in(held.round):
-                return {"leader": leader, "defers": defers}
-            return {"early": True, "defers": defers} if late or defers else None
-        if held.gathering.redirect is not None:
-            return {"leader": held.gathering.redirect}
-        return {} if late or self._gatherings.get(held.round) is not held.gathering else None
-
-    def _outcome(self, number: int) -> Answer | None:
-        """Returns the answer to all who ask for a round that has been closed here or is over."""
-        group, over = self._closed_in(number), number < self._view.target
-        if group is not None:
-            return {"group": list(group.sealed), "over": over}
-        return {"over": True} if over else None
-
-    # What it knows.
-
-    def _leader_in(self, number: int) -> str:
-        """Whom this peer follows in a round, maybe itself; empty: nobody."""
-        attempt = self._attempt
-        return attempt.leader if attempt is not None and attempt.round == number else ""
-
-    def _stands_aside(self, number: int) -> bool:
-        """Returns True if groups that this peer led have failed twice, so that the others turn to the next leader."""
-        return self._memory.round == number and self._view.me in self._memory.failed()
-
-    def _closed_in(self, number: int) -> Group | None:
-        return self.closed if self.closed is not None and self.closed.round == number else None
-
-    def _try_again(self, leader: str, number: int) -> None:
-        """Stops passing over a leader that did not answer."""
-        known = self._memory
-        if known.round == number and known.leaders.get(leader) == SILENT and not known.retried:
-            known.retried = True
-            known.patience.return_to(leader, self._now)
-            del known.leaders[leader]
-            self._say(number, f"does not pass over {leader} any more: it calls")
-            gathering = self._gatherings.get(number)
-            if gathering is not None and gathering.redirect is None and self._view.is_better(leader, number):
-                gathering.redirect = leader
-
-    def _note_return(self, leader: str) -> None:
-        if self._memory.leaders.get(leader) == PAST:
-            self._memory.leaders[leader] = RETURNED
-
-    def _adopt(self, answer: Answer, number: int, giver: str, absent: Collection[str] = ()) -> None:
-        """Accepts a closed group, unless its giver has given two that failed.
-
-        One without this peer, or from another peer than the leader, must include most of the voices not `absent`: any
-        peer can form a small group. If most of them have a place in a second group, the first has failed.
-        """
-        me, closed, sealed = self._view.me, self._closed_in(number), answer.get("group")
-        spoiled = self._memory.round == number and self._memory.spoiled[giver] > 1
-        if sealed is None or spoiled or (closed is not None and closed.index_of(me) is not None):
-            return
-        if not (isinstance(sealed, list) and all(isinstance(item, bytes) for item in sealed)):
-            raise ProtocolError("malformed", "a group is a list of signed statements")
-        group = self._form(number, sealed)
-        with_me = group.index_of(me) is not None
-        if (closed is not None and not with_me) or (self._memory.round == number and group.id in self._memory.spent):
-            return
-        if self._view.are_majority((member.peer_id for member in group.members), absent):
-            self._set_closed(group, giver)
-        elif with_me and closed is None and self._attempt is not None and self._leader_in(number) == giver:
-            self._attempt.offered = self._attempt.offered or (group, self._now)
-
-    def _doubt(self, attempt: Attempt, group: Group, since: float) -> None:
-        """Takes a group of a few from the leader unless the others come: it may have left them out."""
-        gathering, members = self._gathering(attempt.round), {member.peer_id for member in group.members}
-        if gathering.redirect == attempt.leader:
-            gathering.redirect = None
-        coming = gathering.coming() - members
-        waited = self._now >= max(since + _DOUBT_S, attempt.deadline - self._window_s - 20.0)
-        if self._view.are_many(coming):
-            self._pass_over(attempt, f"closes a group of {len(members)}, but {sorted(coming)} come")
-        elif self._view.are_majority(members, gathering.away(answers_count=waited) - members):
-            self._set_closed(group, attempt.leader)
-
-    def _set_closed(self, group: Group, giver: str) -> None:
-        if self.closed is None or group.round >= self.closed.round:
-            self._say(group.round, f"has the group of {len(group.members)} from {giver}")
-            self.closed, self._giver = group, giver
+        known = self._state.memory
+        known.left_out_since, known.timeouts = None, LeaderTimeouts(self._state.window_s)
 
     def _note_ahead(self, peer: str, number: int) -> None:
         """Notes a call for the round after the next one; see the top of this file."""
-        voices = self._view.voices()
-        self._ahead = {other: claimed for other, claimed in self._ahead.items() if other in voices} | {peer: number}
-        if self._view.are_most(other for other, claimed in self._ahead.items() if claimed >= number):
-            self.outputs.append(Ahead(number))
-
-    def _say(self, number: int, decision: str) -> None:
-        self.decisions.append(f"round {number}: {decision}")
+        view = self._state.view
+        self._ahead = {other: claimed for other, claimed in self._ahead.items() if other in view.electorate()}
+        self._ahead[peer] = number
+        if view.move_median(other for other, claimed in self._ahead.items() if claimed >= number):
+            self._state.outputs.append(Ahead(number))

@@ -10,12 +10,11 @@ from spes_swarm.base.errors import ProtocolError
 Answer = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Poll:
     """Poll a leader; its answer goes to `poll_answered`."""
 
     leader: str
-    number: int
     round: int
     sealed: bytes
 
@@ -51,13 +50,6 @@ class Ahead:
 
 
 @dataclass(frozen=True)
-class Look:
-    """Wait for other peers, then say `looked`; this peer may have slept and lost sight of them."""
-
-    round: int
-
-
-@dataclass(frozen=True)
 class Stall:
     """A leader did not close the group of a round."""
 
@@ -73,4 +65,4 @@ class Fault:
     error: ProtocolError
 
 
-Output = Poll | Call | Reply | Called | Ahead | Look | Stall | Fault
+Output = Poll | Call | Reply | Called | Ahead | Stall | Fault

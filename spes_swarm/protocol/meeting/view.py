@@ -1,7 +1,7 @@
 """What one peer knows of the others at one moment: whose claims about a round count, and who may lead it.
 
-Only voices (see standing.py) lead rounds, call for a round or start to gather one. The peers of a round rank each other
-by a hash of (run, round, peer id).
+Only the electorate, those whose claims count (see standing.py), leads rounds, calls for a round or starts to gather
+one. The peers of a round rank each other by a hash of (run, round, peer id).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def rank(run_id: str, round_number: int, peer_id: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """See above."""
+    """What one peer knows at one moment."""
 
     run_id: str
     me: str
@@ -30,13 +30,14 @@ class View:
     reachable: bool = True  # others can connect to this peer; otherwise it leads no rounds
     defers: bool = False  # this peer leaves it to others to lead rounds
     without_duty: frozenset[str] = frozenset()  # who leads only if nobody else can, maybe this peer
+    is_blind: bool = False  # this peer may have slept and lost sight of the others
 
-    def voices(self) -> set[str]:
+    def electorate(self) -> set[str]:
         """The other peers whose claims count here; all of them for a peer that defers, which has no members yet."""
         return {n.peer_id for n in self.neighbours if n.has_voice or self.defers}
 
     def best_leader(self, round_number: int, failed: Collection[str]) -> str | None:
-        """Returns the best-ranked peer that may lead a round and has not failed, with a duty if there is one."""
+        """Returns the best-ranked peer that may lead a round and has not failed."""
         able = [n for n in self.neighbours if n.reachable and n.peer_id not in failed]
         candidates = [n.peer_id for n in able if n.has_voice]
         if self.defers:
@@ -58,16 +59,16 @@ class View:
         """Returns True if a peer is live and can be connected to."""
         return any(n.peer_id == peer_id and n.reachable for n in self.neighbours)
 
-    def are_most(self, peers: Iterable[str], absent: Collection[str] = ()) -> bool:
-        """Returns True if these are enough of the voices not `absent` to move the median of their claims."""
-        voices = self.voices().difference(absent)
-        return len(voices.intersection(peers)) > len(voices) // 2
+    def move_median(self, peers: Iterable[str], absent: Collection[str] = ()) -> bool:
+        """Returns True if these are enough of the electorate not `absent` to move the median of their claims."""
+        electorate = self.electorate().difference(absent)
+        return len(electorate.intersection(peers)) > len(electorate) // 2
 
     def are_majority(self, peers: Iterable[str], absent: Collection[str] = ()) -> bool:
-        """Returns True if these are most of the voices not `absent`; this peer is a voice, too, unless it defers."""
-        voices = self.voices().difference(absent) | (set() if self.defers else {self.me})
-        return 2 * len(voices.intersection(peers)) > len(voices)
+        """Returns True if these are most of the electorate not `absent`; unless it defers, this peer belongs to it."""
+        electorate = self.electorate().difference(absent) | (set() if self.defers else {self.me})
+        return 2 * len(electorate.intersection(peers)) > len(electorate)
 
-    def are_many(self, peers: Iterable[str]) -> bool:
-        """Returns True if these are more of the voices than may be hostile."""
-        return 4 * len(self.voices().intersection(peers)) > len(self.voices()) + 1
+    def outnumber_liars(self, peers: Iterable[str]) -> bool:
+        """Returns True if these are more of the electorate than may be hostile."""
+        return 4 * len(self.electorate().intersection(peers)) > len(self.electorate()) + 1

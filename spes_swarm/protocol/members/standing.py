@@ -8,7 +8,7 @@ with a reference of its own (the swarm is founded, or resumes from disk), or one
 follows all peers that answer.
 
 How long a round waits for a peer follows from the same history. A punctual member is waited for until the window ends
-(longer while it still follows a leader that failed: see rendezvous.py), and one that has missed two of its last eight
+(longer while it follows a leader that failed: see protocol/meeting), and one that has missed two of its last eight
 rounds, or has no duty, for a tenth of a round's length, but at least for a quarter of a second, or it could never come
 back to a swarm with short rounds. A peer that has never taken part is waited for once, if it answers calls, and only if
 no recent round has waited for a newcomer in vain: otherwise an attacker with a new identity for each round could double

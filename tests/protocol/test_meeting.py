@@ -1,0 +1,136 @@
+"""Single decisions of the machine that forms groups; swarms of them walk in tests/testing/test_model_check.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scripts.testing.meeting.parts import RUN_ID, form, seal, statement
+from spes_swarm.base.errors import NoLeaderError, RoundError
+from spes_swarm.protocol.meeting.meeting import TICK_S, Meeting
+from spes_swarm.protocol.meeting.outputs import Answer, Call, Output, Poll, Reply, Stall
+from spes_swarm.protocol.meeting.view import View, rank
+from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.rounds.statement import Group
+
+WINDOW_S, EXCHANGE_S = 10.0, 20.0
+A, B, C, D = sorted("abcd", key=lambda name: rank(RUN_ID, 1, name))  # by rank in round 1
+
+
+class Driven:
+    """A machine whose clock and peers the test plays."""
+
+    def __init__(self, me: str, others: str, defers: bool = False) -> None:
+        self.machine = Meeting(WINDOW_S, EXCHANGE_S, form, lambda peer: False)
+        self.now = 0.0
+        self.view = View(RUN_ID, me, 1, tuple(Neighbour(other, True) for other in others), defers=defers)
+
+    def input(self) -> Meeting:
+        return self.machine.at(self.now, self.view)
+
+    def done(self) -> list[Output]:
+        """What it has wanted done since this was asked last."""
+        return self.machine.drain()[0]
+
+    def join(self, number: int = 1) -> None:
+        self.input().join(seal(self.view.me, number), statement(number))
+
+    def wait(self, seconds: float, answers: dict[str, Answer | None] | None = None) -> list[Output]:
+        """Lets time pass; whoever is asked answers so at once, or never. Returns the other outputs."""
+        until, rest = self.now + seconds, []
+        while self.now < until:
+            self.now += TICK_S
+            self.input().tick()
+            for output in self.done():
+                if isinstance(output, Call) and answers is not None:
+                    self.input().call_answered(output, answers.get(output.peer))
+                elif isinstance(output, Poll) and answers is not None and output.leader in answers:
+                    self.input().poll_answered(output, answers[output.leader])
+                else:
+                    rest.append(output)
+        return rest
+
+    def group(self, names: str) -> Answer:
+        return {"group": [seal(name, 1) for name in sorted(names)]}
+
+
+def members(machine: Meeting) -> list[str]:
+    assert isinstance(machine.outcome, Group), machine.outcome
+    return [member.peer_id for member in machine.outcome.members]
+
+
+def test_a_newcomer_takes_the_group_of_its_initial_peer_although_there_are_many_strangers() -> None:
+    me = Driven(B, A, defers=True)
+    strangers = tuple(Neighbour(f"stranger {i}", True, has_voice=False) for i in range(12))
+    me.view = replace(me.view, neighbours=(*me.view.neighbours, *strangers))
+    me.join()
+    (poll,) = me.done()
+    assert isinstance(poll, Poll)
+    me.input().poll_answered(poll, me.group(A + B))
+    assert members(me.machine) == sorted(A + B)
+
+
+def test_a_leader_does_not_leave_out_those_that_have_crashed_since_they_answered() -> None:
+    """They were on their way when they were heard last, and a leader that closes the group is right not to wait."""
+    me = Driven(B, A + C + D)
+    me.input().polled(1, D, 1, seal(D, 1))  # so that this peer calls the others
+    me.join()
+    outputs = me.wait(1.0, {A: {}, C: {"leader": A}})
+    outputs += me.wait(0.5, {A: me.group(A + B), C: None})
+    outputs += me.wait(15.0, {A: None, C: None, D: None})
+    assert not any(isinstance(output, Stall) for output in outputs)
+    assert members(me.machine) == sorted(A + B)
+
+
+def test_a_leader_that_leaves_out_those_on_their_way_is_passed_over() -> None:
+    me = Driven(B, A + C + D)
+    me.join()
+    me.wait(0.5, {A: me.group(A + B)})
+    outputs = me.wait(3.0, {A: me.group(A + B), C: {"leader": A}, D: {"leader": A}})
+    assert Stall(A, 1) in outputs
+    assert f"round 1: follows {B}" in " ".join(me.machine.describe())  # itself
+    assert me.machine.outcome is None
+
+
+def test_an_attempt_keeps_what_it_knows_of_leaders_when_the_target_moves_on() -> None:
+    me = Driven(C, A + B)
+    me.join()
+    me.wait(TICK_S, {A: None, B: {}})
+    me.view = replace(me.view, target=2)
+    me.input().called(B, 2)
+    assert f"leaders {{'{A}': <Fate.SILENT" in " ".join(me.machine.describe())
+
+
+def test_a_poll_that_waited_while_this_peer_slept_is_not_counted() -> None:
+    """Nobody waited for it, so nothing but the time says that it has slept."""
+    me = Driven(A, B + C)
+    me.wait(2.0)
+    me.now += 60.0
+    for key, name in enumerate((B, C)):
+        me.input().polled(key, name, 1, seal(name, 1))
+    me.join()
+    outputs = me.wait(1.5, {B: {"target": 2}, C: {"target": 2}})
+    assert not any(isinstance(output, Reply) and "group" in output.answer for output in outputs)
+    assert isinstance(me.machine.outcome, RoundError)
+    assert "is over" in str(me.machine.outcome)
+
+
+def test_a_late_answer_with_the_group_of_all_counts() -> None:
+    me = Driven(C, A + B)
+    me.join()
+    (late,) = me.done()
+    assert isinstance(late, Poll)
+    for key, name in enumerate((A, B)):  # most others poll this peer, so it leads
+        me.input().polled(key, name, 1, seal(name, 1, nonce=1))
+    theirs = me.group(A + B + C)
+    me.input().poll_answered(late, theirs)
+    assert isinstance(me.machine.outcome, Group)
+    assert list(me.machine.outcome.sealed) == theirs["group"]
+
+
+def test_without_any_leader_the_error_says_whether_waiting_would_help() -> None:
+    for said, error in ((None, RoundError), ({"defers": True}, NoLeaderError)):
+        me = Driven(B, A)
+        me.view = replace(me.view, reachable=False)
+        me.join()
+        me.wait(TICK_S, {A: said})
+        assert type(me.machine.outcome) is error
