@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from scripts import model_check
+from scripts.testing.meeting import mutations
 from scripts.testing.meeting.mutations import Mutant, mutants, notice
 from scripts.testing.meeting.search import search
 from scripts.testing.meeting.walks import walk
 from spes_swarm.protocol.meeting import meeting
 from spes_swarm.protocol.meeting.gathering import Gathering
 from spes_swarm.protocol.meeting.leading import Leading
-from spes_swarm.protocol.meeting.state import State
 
 pytestmark = pytest.mark.slow
 
@@ -56,9 +56,14 @@ def test_a_search_finds_a_leader_that_closes_a_group_alone(monkeypatch: pytest.M
     assert found.trace
 
 
-def test_a_walk_finds_a_peer_that_forgets_whom_it_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(State, "leader_in", lambda self, number: "")
-    assert any(walk(seed, 4, 0, 6)[0] for seed in range(10))
+def test_a_walk_finds_a_leader_that_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gathering, "awaits", lambda self, peer, now, late_until: False)
+    assert all(walk(seed, 4, 0, 6)[0] for seed in range(3))
+
+
+def test_a_search_finds_a_machine_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leading, "_close", lambda self, number, gathering: None)
+    assert search(2).problem == "a peer that runs has no group and is not behind"
 
 
 def test_a_statement_that_is_left_out_is_noticed() -> None:
@@ -68,7 +73,8 @@ def test_a_statement_that_is_left_out_is_noticed() -> None:
     assert notice(*chosen) is not None
 
 
-def test_the_machine_as_it_is_passes_the_same_check() -> None:
+def test_the_machine_as_it_is_passes_the_same_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutations, "_WALKS", 5)  # tests are short
     assert meeting.__file__ is not None
     same = Mutant(meeting.__name__, 0, "none")
     assert notice(same, Path(meeting.__file__).read_text(encoding="utf-8")) is None
