@@ -7,8 +7,8 @@
   13 seconds by a peer that is frozen
 - nobody enters a group whose exchange has failed again, or follows a leader whose groups have failed twice
 - nobody commits alone while others are up, in reach and at the same round, with the same reservation
-- nobody is blamed for what liars did, or while nothing has gone wrong; most liars do not move the round. Of the honest
-  ones, nobody is doubted by most, as long as fewer than a quarter are liars
+- no honest peer is blamed for what liars did, and nobody while nothing has gone wrong; liars do not move the round. As
+  long as fewer than a quarter are liars, most peers never doubt an honest one
 
 After the last fault all honest peers come together. From then on, without liars, each round includes all of them, at
 once, with few messages; with liars, there are rounds with all honest peers again and again, for minutes. Where a

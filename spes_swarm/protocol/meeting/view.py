@@ -1,6 +1,6 @@
 """What one peer knows of the others at one moment: whose claims about a round count, and who may lead it.
 
-Only the electorate, those whose claims count (see standing.py), leads rounds, calls for a round or starts to gather
+Only members of the electorate, whose claims count (see standing.py), lead rounds, call for a round or start to gather
 one. The peers of a round rank each other by a hash of (run, round, peer id).
 """
 
@@ -33,7 +33,7 @@ class View:
     is_blind: bool = False  # this peer may have slept and lost sight of the others
 
     def electorate(self) -> set[str]:
-        """The other peers whose claims count here; all of them for a peer that defers, which has no members yet."""
+        """The other peers whose claims count here. A peer that defers has no members yet, so it counts all of them."""
         return {n.peer_id for n in self.neighbours if n.has_voice or self.defers}
 
     def best_leader(self, round_number: int, failed: Collection[str]) -> str | None:
