@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -26,9 +25,6 @@ from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS, Reference, chunks_of
 from tests.helpers.hosts import MEMBERS
 from tests.helpers.rounds import RUN_ID, identity
-
-# hivemind 1.1.12 does not close its connection to the daemon when a stream cannot be opened, as to a killed donor.
-UNCLOSED_IGNORED = pytest.mark.filterwarnings("ignore:unclosed <StreamWriter:ResourceWarning")
 
 CHUNK_BYTES = 4 * CHUNK_ELEMENTS
 STALL_S = 15.0  # nobody who is honest takes so long, however busy the machine
@@ -157,7 +153,6 @@ def running_net() -> Iterator[Net]:
         daemons = Net()
         yield daemons
         daemons.close()
-    gc.collect()  # while the warning about unclosed connections is still ignored
 
 
 def assert_same(newcomer: Node, donor: Node) -> None:

@@ -25,15 +25,12 @@ from tests.helpers.transfer_net import (
     NUM_CHUNKS,
     STALL_S,
     TOTAL_BYTES,
-    UNCLOSED_IGNORED,
     Net,
     Node,
     assert_same,
     kept_bytes,
     running_net,
 )
-
-pytestmark = UNCLOSED_IGNORED
 
 
 @pytest.fixture(scope="module")

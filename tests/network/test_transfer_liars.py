@@ -21,15 +21,12 @@ from tests.helpers.transfer_net import (
     CHUNK_BYTES,
     NUM_BLOCKS,
     TOTAL_BYTES,
-    UNCLOSED_IGNORED,
     Net,
     Node,
     assert_same,
     kept_bytes,
     running_net,
 )
-
-pytestmark = UNCLOSED_IGNORED
 
 
 @pytest.fixture(scope="module")
