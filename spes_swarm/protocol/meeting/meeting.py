@@ -221,7 +221,8 @@ class Meeting:
         group = state.closed_in(number)
         if group is not None and (attempt.heard or attempt.leader == me or group.index_of(me) is not None):
             state.leader = state.giver if attempt.leader == me else attempt.leader
-            self._enter(attempt, group)
+            if not self._awaits_followers(group):
+                self._enter(attempt, group)
         elif state.now >= attempt.deadline:
             if attempt.redirects or attempt.offered is not None:
                 state.memory.note(attempt.leader, Fate.FAILED)
@@ -328,6 +329,12 @@ class Meeting:
             gathering = self._leading.gatherings.get(number)
             if gathering is not None and gathering.redirect is None and state.view.is_better(leader, number):
                 gathering.redirect = leader
+
+    def _awaits_followers(self, group: Group) -> bool:
+        """Returns True while the followers of this peer wait for others, since they got a group of a few from it."""
+        state, others = self._state, {member.peer_id for member in group.members} - {self._state.view.me}
+        few = bool(others) and not state.view.are_majority({*others, state.view.me})
+        return few and state.giver == state.view.me and state.now < state.closed_at + _MINORITY_S
 
     def _check_minority(self, attempt: Attempt, group: Group, since: float) -> None:
         """Takes a group of a few from the leader unless the others come: it may have left them out."""

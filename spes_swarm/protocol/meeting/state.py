@@ -24,6 +24,7 @@ class State:
         memory: of earlier attempts at the same round.
         spent: ids of groups whose exchange has failed here. To hold it again would be to sign other results of it.
         closed: the newest closed group known here.
+        closed_at: since when.
         giver: who passed it on.
         leader: who led this peer to it.
         outputs: what is to be done.
@@ -44,6 +45,7 @@ class State:
         self.memory = Memory(0, LeaderTimeouts(window_s))
         self.spent: deque[bytes] = deque(maxlen=_MAX_SPENT)
         self.closed: Group | None = None
+        self.closed_at = 0.0
         self.giver = self.leader = ""
         self.outputs: list[Output] = []
         self.decisions: list[str] = []
@@ -86,7 +88,7 @@ class State:
         if self.closed is None or group.round >= self.closed.round:
             source = "" if giver == self.view.me else f" from {giver}"
             self.say(group.round, f"closes the group of {len(group.members)}{source}")
-            self.closed, self.giver = group, giver
+            self.closed, self.closed_at, self.giver = group, self.now, giver
 
     def adopt(self, answer: Answer, number: int, giver: str, absent: Collection[str] = ()) -> None:
         """Accepts a closed group, unless its giver has given two that failed.
