@@ -8,8 +8,7 @@ Each is a directory, `checkpoints/round-00000012-step-0000000480/`, with
 - `meta.json`: the digests of all blocks of the reference, of the other two files, and of its own content
 
 A directory with such a name is complete; see checkpoint_writing.py. A checkpoint that fails verification is skipped in
-favour of the one before. Format 2, of earlier versions, is read as well: it has all blocks of the reference in
-`reference.safetensors`, and all trained blocks in `live.safetensors`.
+favour of the one before.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import DIGEST_BYTES
 from spes_swarm.storage.checkpoint_files import file_digest, read_blocks, reference_files
 
-FORMAT, FORMAT_BEFORE = 3, 2
+_FORMAT = 3
 META, LIVE, OPTIMISER = "meta.json", "live.safetensors", "optimiser.safetensors"
-_REFERENCE_BEFORE = "reference.safetensors"  # in format 2
 _BROKEN = "broken-"
 _DIRECTORY = re.compile(r"round-\d{8}-step-\d{10}")
 
@@ -69,8 +67,6 @@ class Checkpoint:
 
     def reference_paths(self, layout: Layout) -> list[Path]:
         """The safetensors files that together have the blocks of the reference, each as one tensor with its name."""
-        if (self.path / _REFERENCE_BEFORE).exists():
-            return [self.path / _REFERENCE_BEFORE]
         return [self.path / file.name for file in reference_files(layout)]
 
     def reference(self, layout: Layout, out_N: FloatArray) -> None:
@@ -148,11 +144,11 @@ def _verify(path: Path, layout: Layout) -> CheckpointMeta:
     content = read_content(path)
     try:
         meta, files = content.meta, content.files
-        for name in (LIVE, OPTIMISER) if content.format == FORMAT else (_REFERENCE_BEFORE, LIVE, OPTIMISER):
+        for name in (LIVE, OPTIMISER):
             if file_digest(path / name) != files[name]:
                 raise CheckpointError(f"{path}: {name} is corrupt (its digest does not match)")
         # The reference of another model cannot be checked; whoever asks for it is told.
-        if content.format == FORMAT and meta.layout_digest == layout.digest:
+        if meta.layout_digest == layout.digest:
             for file in reference_files(layout):
                 if not file.is_intact(path, content.blocks):
                     raise CheckpointError(f"{path}: {file.name} is corrupt (its digest does not match)")
@@ -167,15 +163,14 @@ def _verify(path: Path, layout: Layout) -> CheckpointMeta:
 class Content:
     """What `meta.json` says about a checkpoint."""
 
-    format: int
     files: Mapping[str, str]  # BLAKE3 digests in hex by name
-    blocks: tuple[bytes, ...]  # digests of the reference's blocks; none in format 2
+    blocks: tuple[bytes, ...]  # digests of the reference's blocks
     meta: CheckpointMeta
 
     def to_json(self) -> str:
         """Returns the text of `meta.json`."""
         blocks = [digest.hex() for digest in self.blocks]
-        content = {"format": self.format, "files": dict(self.files), "blocks": blocks, **asdict(self.meta)}
+        content = {"format": _FORMAT, "files": dict(self.files), "blocks": blocks, **asdict(self.meta)}
         return json.dumps({"digest": _content_digest(content), **content}, indent=1)
 
 
@@ -187,15 +182,19 @@ def read_content(path: Path) -> Content:
     """
     try:
         content = json.loads((path / META).read_text(encoding="utf-8"))
-        if content["format"] not in (FORMAT, FORMAT_BEFORE):
-            raise CheckpointError(f"{path}: written by another version of spes_swarm")
+        if content["format"] != _FORMAT:
+            raise CheckpointError(
+                f"{path}: written by another version of spes_swarm, in another format; use that version, or let this "
+                "peer fetch the reference from others with --initial-peers"
+            )
         if content.pop("digest") != _content_digest(content):
             raise CheckpointError(f"{path}: meta.json is corrupt (its digest does not match)")
-        number, files = content.pop("format"), dict(content.pop("files"))
-        blocks = tuple(map(bytes.fromhex, content.pop("blocks") if number == FORMAT else ()))
+        del content["format"]
+        files = dict(content.pop("files"))
+        blocks = tuple(map(bytes.fromhex, content.pop("blocks")))
         if any(len(digest) != DIGEST_BYTES for digest in blocks):
             raise ValueError("not a digest")
-        return Content(number, files, blocks, CheckpointMeta(**content))
+        return Content(files, blocks, CheckpointMeta(**content))
     except OSError as exc:
         raise CheckpointError(f"{exc.filename or path}: {exc.strerror}") from exc
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:

@@ -22,7 +22,6 @@ from spes_swarm.base.errors import CheckpointError
 from spes_swarm.base.user_paths import sync_to_disk
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.storage.checkpoint import (
-    FORMAT,
     LIVE,
     META,
     OPTIMISER,
@@ -154,7 +153,7 @@ def _write_rest(temporary: Path, state: PeerState) -> None:
         LIVE: write_tensors(temporary / LIVE, live),
         OPTIMISER: write_tensors(temporary / OPTIMISER, state.optimiser),
     }
-    content = Content(FORMAT, digests, tuple(state.digests), state.meta)
+    content = Content(digests, tuple(state.digests), state.meta)
     (temporary / META).write_text(content.to_json(), encoding="utf-8")
 
 

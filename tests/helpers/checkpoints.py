@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from blake3 import blake3
-from safetensors.numpy import save_file
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.protocol.consensus.layout import Layout
@@ -117,25 +114,3 @@ def newest_round(directory: Path, layout: Layout = LAYOUT) -> int | None:
         assert np.array_equal(array, expected[name])
         assert (array.shape, array.dtype) == (expected[name].shape, expected[name].dtype)
     return number
-
-
-def save_as_before(directory: Path, round_number: int, layout: Layout = LAYOUT) -> Path:
-    """Writes a checkpoint of format 2, as the version before did: four files, with all trained blocks as live."""
-    content = meta(round_number, layout_digest=layout.digest)
-    path = directory / f"round-{round_number:08d}-step-{content.step:010d}"
-    path.mkdir(parents=True)
-    reference_N = reference(round_number, layout)
-    blocks = {block.index: reference_N[block.start : block.stop] for block in layout.blocks}
-    trained = [0, *(1 + expert for expert in HELD)]
-    arrays = {
-        "reference.safetensors": {layout.blocks[i].name: block_N for i, block_N in blocks.items()},
-        "live.safetensors": {layout.blocks[i].name: (blocks | live(round_number, layout))[i] for i in trained},
-        "optimiser.safetensors": moments(round_number),
-    }
-    for name, tensors in arrays.items():
-        save_file(tensors, path / name)
-    files = {name: blake3((path / name).read_bytes()).hexdigest() for name in arrays}
-    text = {"format": 2, "files": files, **dataclasses.asdict(content)}
-    digest = blake3(json.dumps(text, sort_keys=True).encode()).hexdigest()
-    (path / "meta.json").write_text(json.dumps({"digest": digest, **text}, indent=1), encoding="utf-8")
-    return path
