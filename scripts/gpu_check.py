@@ -316,7 +316,7 @@ def measure_step(case: StepCase, device: torch.device) -> Row:
 
     seconds = seconds_of(step, device)
     held_rows = int(model.pop_routed_tokens()[:, : case.held].sum()) // (WARM_UP + REPEATS)
-    flops = ModelFlops.of(model, batch_BS.shape[1]).step(batch_BS.size, held_rows, case.checkpointing)
+    flops = ModelFlops.of(model, batch_BS.shape[1]).step(batch_BS.size, held_rows)
     peak = peak_flops(device, precision)
     measured = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return {

@@ -29,17 +29,11 @@ class StepFlops:
     forward: int
     input_gradients: int
     weight_gradients: int
-    recomputed: int  # computed again in backward: by fused attention, and by activation checkpointing
 
     @property
     def model(self) -> int:
-        """What the step has to compute, however it is computed: the numerator of MFU."""
+        """What the step has to compute, without what backward computes again: the numerator of MFU."""
         return self.forward + self.input_gradients + self.weight_gradients
-
-    @property
-    def hardware(self) -> int:
-        """What the device computes."""
-        return self.model + self.recomputed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +49,6 @@ class ModelFlops:
     attention_per_token: int  # products of queries, keys and values
     expert_per_row: int  # a row: one token in one expert of one layer
     rows_per_token: int
-    attention_is_fused: bool
 
     @classmethod
     def of(cls, model: SparseModel, sequence_length: int) -> Self:
@@ -82,31 +75,24 @@ class ModelFlops:
             * sequence_length,
             expert_per_row=2 * 3 * D * F,
             rows_per_token=len(experts) * top_k,
-            attention_is_fused=config._attn_implementation == "sdpa",
         )
 
-    def step(self, tokens: int, held_rows: int, checkpointing: str = "none") -> StepFlops:
+    def step(self, tokens: int, held_rows: int) -> StepFlops:
         """Returns the operations of a step.
 
         Args:
             tokens: of the whole batch, in sequences of the length that this was made for.
             held_rows: how many of the `tokens * rows_per_token` rows held experts had.
-            checkpointing: a kind of `activation_checkpointing.checkpoint_activations`. With `layers`, torch stops short
-                of the last product of a dense layer; it is counted here all the same.
         """
         attention = tokens * self.attention_per_token
         weighted = tokens * (self.dense_per_token + self.head_per_token)
         experts = tokens * self.rows_per_token * self.expert_per_row
         forward = weighted + attention + experts
-        recomputed = attention // 2 if self.attention_is_fused else 0  # the scores are not kept
-        if checkpointing == "layers":
-            recomputed += forward - tokens * self.head_per_token
         return StepFlops(
             forward=forward,
             # Both operands of a product of attention are inputs.
             input_gradients=forward + attention,
             weight_gradients=weighted + held_rows * self.expert_per_row,
-            recomputed=recomputed,
         )
 
 
