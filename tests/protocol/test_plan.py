@@ -84,10 +84,7 @@ def test_reducers_can_be_reached_and_have_the_base(given_group: tuple[Layout, Gr
         statement = of.members[part.reducer].statement
         block = plan.block_of(part)
         assert statement.reachable
-        assert (statement.versions[part.block], statement.digests[part.block]) == (
-            block.base_version,
-            block.base_digest,
-        )
+        assert statement.versions[part.block] == block.base_version
         assert part.reducer in block.in_base
 
 
@@ -100,7 +97,8 @@ def test_the_base_is_what_most_members_have_of_what_can_be_reached(given_group: 
     for index, block in plan.blocks.items():
         reported = [(m.statement.versions[index], m.statement.digests[index]) for m in of.members]
         reachable = {base for base, m in zip(reported, of.members, strict=True) if m.statement.reachable}
-        base = (block.base_version, block.base_digest)
+        (base,) = {reported[i] for i in block.in_base}
+        assert base[0] == block.base_version
         assert base in reachable
         assert all(reported.count(base) >= reported.count(other) for other in reachable)
         assert block.in_base == {i for i, theirs in enumerate(reported) if theirs == base}

@@ -93,7 +93,6 @@ class BlockPlan:
 
     block: int
     base_version: int
-    base_digest: bytes
     in_base: frozenset[int]  # members that hold the base
     contributions: tuple[Contribution, ...]
     median_rms: float = 0.0  # lower median of the differences' bound_rms
@@ -376,7 +375,7 @@ def _plan_block(
     With a set of `deferred` experts, the block is an expert's that takes part only if work would be lost; otherwise it
     is added to the set.
     """
-    version, digest, in_base = _choose_base(members, block)
+    version, in_base = _choose_base(members, block)
     weights = bounds.share(_weights(members, block, bounds))
     if deferred is not None and all(i in in_base and not members[i].statement.leaving for i, _ in weights):
         deferred.add(block - 1)
@@ -404,11 +403,11 @@ def _plan_block(
         return None
     lengths = [c.bound_rms for c in contributions if c.form is Form.DELTA]
     median = median_low(lengths) if lengths else 0.0
-    return BlockPlan(block, version, digest, in_base, contributions, median, bounds.usual_rms(block))
+    return BlockPlan(block, version, in_base, contributions, median, bounds.usual_rms(block))
 
 
-def _choose_base(members: Sequence[Member], block: int) -> tuple[int, bytes, frozenset[int]]:
-    """Version and digest of the base of a block, and the members that hold it."""
+def _choose_base(members: Sequence[Member], block: int) -> tuple[int, frozenset[int]]:
+    """Version of the base of a block, and the members that hold it."""
     holders_of_base: defaultdict[tuple[int, bytes], set[int]] = defaultdict(set)
     for i, member in enumerate(members):
         holders_of_base[member.statement.versions[block], member.statement.digests[block]].add(i)
@@ -417,17 +416,17 @@ def _choose_base(members: Sequence[Member], block: int) -> tuple[int, bytes, fro
         holders = holders_of_base[base]
         return any(members[i].statement.reachable for i in holders), len(holders), *base
 
-    version, digest = max(holders_of_base, key=preference)
-    return version, digest, frozenset(holders_of_base[version, digest])
+    base = max(holders_of_base, key=preference)
+    return base[0], frozenset(holders_of_base[base])
 
 
 def _plan_return(members: Sequence[Member], block: int, taken_back: Return) -> BlockPlan | None:
     """The plan of one block in a round that takes back a commit; None if no member needs values from another one."""
-    version, digest, in_base = _choose_base(members, block)
+    version, in_base = _choose_base(members, block)
     restored = block in taken_back.blocks
     if restored:
-        version, digest, in_base = taken_back.round, taken_back.before, taken_back.keepers
-    return None if len(in_base) == len(members) else BlockPlan(block, version, digest, in_base, (), restored=restored)
+        version, in_base = taken_back.round, taken_back.keepers
+    return None if len(in_base) == len(members) else BlockPlan(block, version, in_base, (), restored=restored)
 
 
 def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> Weights:
