@@ -31,9 +31,9 @@ from scripts.testing.chaos.schedule import MIN_PEERS, Kind, draw_schedule
 from scripts.testing.chaos.swarm import ChaosSwarm, HangError
 from scripts.testing.local_network import LocalNetwork, unavailable_reason
 from scripts.testing.local_peer import LocalPeerError
+from scripts.testing.output_directory import remake_directory
 from scripts.testing.tiny_run import tiny_run
 from spes_swarm.base.errors import UserError
-from spes_swarm.base.user_paths import remake_directory
 from spes_swarm.protocol.consensus.codec import CODECS
 
 _MAX_HANGS = 3  # after so many the experiment ends
