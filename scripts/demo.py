@@ -31,11 +31,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from scripts.testing.entropy import unigram_entropy
 from scripts.testing.local_peer import LocalPeer
 from scripts.testing.output_directory import remake_directory
 from spes_swarm.base.errors import UserError
 from spes_swarm.base.wording import loss_with_error, plural
-from spes_swarm.data.corpus import open_corpus, unigram_entropy
+from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.tokenizer import load_tokenizer
 from spes_swarm.peer.panel import experts_text
 

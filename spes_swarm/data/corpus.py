@@ -17,11 +17,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from spes_swarm.base.errors import DataError, os_errors_as
 from spes_swarm.base.user_paths import user_path
@@ -41,7 +38,6 @@ from spes_swarm.data.tokenizer import Tokenizer
 _CACHE_VERSION = 4  # increment it when the same files would give different tokens
 _LOCK_TIMEOUT_S = 600.0
 _EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-_SCAN_TOKENS = 1 << 22
 _MAX_OPENED = 100  # files of text at the start; all are checked when they are read
 
 
@@ -58,7 +54,6 @@ def open_corpus(
     tokenizer: Tokenizer,
     cache_dir: Path | None = None,
     *,
-    document_format: DocumentFormat | None = None,
     say: Callable[[str], None] = lambda text: None,
     say_found: Callable[[str], None] = lambda text: None,
     pause: Callable[[], None] = lambda: None,
@@ -87,8 +82,7 @@ def open_corpus(
     name = path.name if path.exists() else STDLIB if source == STDLIB else "glob"
     chats = source != STDLIB and next((kind for kind in map(is_chat, files) if kind is not None), False)
     template = ChatTemplate(tokenizer) if chats else None
-    chosen = document_format or DocumentFormat()
-    how = str(chosen) if template is None else f"chat {template.digest}"
+    how = str(DocumentFormat()) if template is None else f"chat {template.digest}"
 
     def write(output: Path) -> None:
         if source != STDLIB:
@@ -96,7 +90,7 @@ def open_corpus(
         if template is not None:
             write_chat_shard(files, output, tokenizer, template, say)
         else:
-            summary = write_shards(files, output, tokenizer, document_format=chosen)
+            summary = write_shards(files, output, tokenizer)
             if summary.broken:
                 damaged = f"; damaged files: {summary.damaged}" if summary.damaged else ""
                 say(f"skipped records: {listed(summary.broken)}{damaged}")
@@ -159,17 +153,6 @@ def stdlib_files() -> list[Path]:
     if not chosen:
         raise DataError(f"this Python has no source files under {root}: name a data source instead of 'stdlib'")
     return chosen
-
-
-def unigram_entropy(tokens: NDArray[Any]) -> float:
-    """Entropy in nats per token of single tokens (1-D, not empty): the loss of a model that ignores all context."""
-    counts = np.zeros(0, dtype=np.int64)
-    for start in range(0, len(tokens), _SCAN_TOKENS):
-        piece = np.bincount(tokens[start : start + _SCAN_TOKENS], minlength=len(counts))
-        piece[: len(counts)] += counts
-        counts = piece
-    shares = counts[counts > 0] / len(tokens)
-    return float(-np.sum(shares * np.log(shares))) if len(shares) > 1 else 0.0
 
 
 def _found(source: str, cache: Path) -> Found:

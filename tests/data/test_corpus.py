@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import gzip
 import json
-import math
 import multiprocessing
 import os
 import sys
@@ -22,14 +21,14 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scripts.testing.entropy import unigram_entropy
 from scripts.testing.local_peer import PATIENCE_S
 from spes_swarm.base.errors import DataError
 from spes_swarm.data import readers
-from spes_swarm.data.corpus import default_cache_dir, open_corpus, stdlib_files, unigram_entropy
+from spes_swarm.data.corpus import default_cache_dir, open_corpus, stdlib_files
 from spes_swarm.data.files import contents
 from spes_swarm.data.files.finding import find_files
 from spes_swarm.data.readers import parse_piece, read_pieces
-from spes_swarm.data.sharding import DocumentFormat
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import ByteTokenizer, train_bpe
 from tests.helpers.token_files import token_writer
@@ -210,13 +209,6 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read(path)
 
 
-def test_unigram_entropy() -> None:
-    assert unigram_entropy(np.zeros(10, np.uint16)) == 0.0
-    assert unigram_entropy(np.arange(256, dtype=np.uint16)) == pytest.approx(math.log(256))
-    skewed = np.array([0] * 3 + [7])
-    assert unigram_entropy(skewed) == pytest.approx(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25)))
-
-
 def test_stdlib_is_the_librarys_own_source() -> None:
     names = [path.as_posix() for path in stdlib_files()]
     assert any(name.endswith("/argparse.py") for name in names)
@@ -255,13 +247,11 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path) -> None:
 def test_the_cache_knows_what_changed(tmp_path: Path) -> None:
     text = put(tmp_path / "a.txt", b"hello\nworld")
     cache = tmp_path / "cache"
-    by_line = DocumentFormat(text_mode="line")
     entries = {open_corpus(str(text), BYTES, cache)[0].path.parent}
-    entries.add(open_corpus(str(text), BYTES, cache, document_format=by_line)[0].path.parent)
     entries.add(open_corpus(str(text), train_bpe([], 257), cache)[0].path.parent)
     put(text, b"hello\nworld!")
     entries.add(open_corpus(str(text), BYTES, cache)[0].path.parent)
-    assert len(entries) == 4
+    assert len(entries) == 3
     assert not list(cache.glob("*.partial"))
 
 
