@@ -39,6 +39,7 @@ from spes_swarm.model.sparse_model import build_model
 PROVENANCE_FILE = "upcycling.json"
 _ROUTER = len(MATRICES)  # its index among the random streams of a layer
 _CHUNK_ELEMENTS = 1 << 16  # noise is drawn in pieces of this size; another size gives different noise
+_COMPARED_SEQUENCES, _COMPARED_TOKENS = 2, 64  # the tokens are those of each sequence
 _EXPERTS_PARAMETER = re.compile(
     r"(?P<mlp>.+\.(?P<layer>\d+)\.mlp)\.(?P<part>experts\.(gate_up|down)_proj|gate\.weight)"
 )
@@ -103,9 +104,7 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare(
-    source: Path, destination: Path, options: UpcyclingOptions, sequences: int = 2, length: int = 64
-) -> Comparison:
+def compare(source: Path, destination: Path, options: UpcyclingOptions) -> Comparison:
     """Runs both models in fp32 on the same random token ids, one model after the other.
 
     The dense weights are rounded to the dtype of the output first, so that noise is the only difference.
@@ -114,7 +113,7 @@ def compare(
     dense = _load(source, dtype)
     ids_BT = torch.randint(
         dense.config.vocab_size,
-        (sequences, min(length, dense.config.max_position_embeddings)),
+        (_COMPARED_SEQUENCES, min(_COMPARED_TOKENS, dense.config.max_position_embeddings)),
         generator=torch.Generator().manual_seed(options.seed),
     )
     dense_logits_BTV = dense(ids_BT).logits

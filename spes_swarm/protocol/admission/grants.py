@@ -15,7 +15,6 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Final
@@ -38,9 +37,6 @@ MAX_PEER_ID_CHARS = 128
 INVITATION: Final = re.compile(r"spes1\.[A-Za-z0-9_-]{40,4096}")
 ROOT = bytes(32)  # in place of the grant before the first one
 _KEY_BYTES = 32
-
-Wire = Sequence[Sequence[bytes]]
-"""A chain as it is sent: for each grant its payload and its signature."""
 
 
 class Terms(SignedModel):

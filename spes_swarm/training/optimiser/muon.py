@@ -28,7 +28,7 @@ _BYTES_OF_STEP = 24
 _RMS = 0.2  # of an update, before the learning rate: close to that of AdamW's updates
 
 
-def orthogonalise(matrices_MAB: Tensor, steps: int = _STEPS) -> Tensor:
+def orthogonalise(matrices_MAB: Tensor) -> Tensor:
     """Returns the matrices (M, A, B) with singular values near 1: all within 0.7 to 1.2, except the smallest ones.
 
     Newton-Schulz iteration, in fp32 on a CPU and in bf16 elsewhere. The result has the dtype of the argument.
@@ -38,7 +38,7 @@ def orthogonalise(matrices_MAB: Tensor, steps: int = _STEPS) -> Tensor:
     norms = torch.linalg.matrix_norm(wide, dtype=torch.float32, keepdim=True).clamp_min(_TINY)
     x = (wide / norms).to(torch.float32 if wide.device.type == "cpu" else torch.bfloat16)
     a, b, c = _QUINTIC
-    for _ in range(steps):
+    for _ in range(_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     result_MAB: Tensor = (x.mT if tall else x).to(matrices_MAB.dtype)
