@@ -4,7 +4,7 @@
 
 Each case trains the real model for a few steps on the CPU, twice, in a separate process. The measured value is the
 growth of the resident set in the second round over its size after the first, so what libraries allocate once does not
-count. Prints a table and writes JSON.
+count. Prints a table and writes JSON. With `--torch-norms`, norms are computed by torch's `rms_norm` instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scripts.testing.benchmark import reset_peak, status_bytes
+from scripts.testing.benchmark import reset_peak, status_bytes, torch_norms
 from scripts.testing.tiny_run import tiny_run
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
@@ -115,8 +115,8 @@ def serve(size: str, held: str, foreign: str, checkpointing: str, micro_batch: s
     print(status_bytes("VmHWM") - before)
 
 
-def measure(size: str, held: int, foreign: str, checkpointing: str, micro_batch: int) -> Row:
-    """Returns one row."""
+def measure(size: str, held: int, foreign: str, checkpointing: str, micro_batch: int, flags: list[str]) -> Row:
+    """Returns one row; `flags` go to the process that is measured."""
     shape = StepShape(
         num_held=held, foreign_experts=foreign, precision="fp32", activation_checkpointing=checkpointing, on_gpu=False
     )
@@ -127,26 +127,34 @@ def measure(size: str, held: int, foreign: str, checkpointing: str, micro_batch:
     # and tensors allocated there did not count.
     names = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
     environment = os.environ | dict.fromkeys(names, "16384") | {"MALLOC_TOP_PAD_": "0"}
-    command = [sys.executable, __file__, "--serve", *case]
+    command = [sys.executable, __file__, *flags, "--serve", *case]
     answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
     return Row(size, held, foreign, checkpointing, micro_batch, planned, int(answer.stdout))
 
 
 def main() -> int:
-    """Measures all cases, prints the table, and writes it."""
+    """Reads the command line, and measures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=sorted(SIZES), default=["3M", "30M", "120M"])
     parser.add_argument("--output", type=Path, default=Path("bench_plan.json"), metavar="FILE")
+    parser.add_argument("--torch-norms", action="store_true")
     parser.add_argument("--serve", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        serve(*options.serve)
-        return 0
+    with torch_norms() if options.torch_norms else contextlib.nullcontext():
+        if options.serve:
+            serve(*options.serve)
+        else:
+            compare(options)
+    return 0
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Measures all cases, prints the table, and writes it."""
     rows: list[Row] = []
     print("size  held  others  checkpointing  at a time  planned MB  measured MB  planned / measured")
     for size in options.sizes:
         for case in SETTINGS:
-            row = measure(size, *case)
+            row = measure(size, *case, flags=["--torch-norms"] if options.torch_norms else [])
             rows.append(row)
             print(
                 f"{row.size:<5} {row.held:4}  {row.foreign:<6}  {row.checkpointing:<13}  {row.micro_batch:9}  "
@@ -155,7 +163,6 @@ def main() -> int:
             )
     result: dict[str, Any] = {"torch": torch.__version__, "rows": [asdict(row) for row in rows]}
     options.output.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ where h is the held experts' share of the routed tokens, and t the trained share
 CPU time of the only thread, for machines that are busy with other work. Peak memory is that of a process with one arm
 alone, beyond what it had after a step of a tiny model, with glibc told to return freed memory at once. Prints a table;
 `--json` writes all.
+
+`--torch-norms` adds the time of the peer's step with torch's `rms_norm`, as a ratio to the step before.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scripts.testing.benchmark import SIZES, TINY, quickstart_run, status_bytes
+from scripts.testing.benchmark import SIZES, TINY, quickstart_run, status_bytes, torch_norms
 from spes_swarm.model.foreign.frozen_stack import FORMS
 from spes_swarm.model.losses import LossWeights, load_balance_loss, router_z_loss
 from spes_swarm.model.sparse_model import SparseModel, build_model, find_experts
@@ -87,6 +89,7 @@ class Result:
     of_limit: float  # the sparse step's time by the limit
     memory_bytes: dict[str, int]
     memory_ratio: float
+    torch_norms_ratio: float | None  # of the sparse step's time with torch's norms, to that of the step before; median
 
 
 class Arm(Protocol):
@@ -233,13 +236,17 @@ def measure(size: str, options: argparse.Namespace) -> Result:
     full: list[Parts] = []
     frozen: list[float] = []
     sparse: list[float] = []
+    torch_norms_ratios: list[float] = []
     for number, batch_BS in enumerate(data):
         if number == WARM_UP_STEPS:
-            full, frozen, sparse = [], [], []
+            full, frozen, sparse, torch_norms_ratios = [], [], [], []
             peer.model.pop_routed_tokens()
         full.append(plain.step(batch_BS))
         frozen.append(plain.frozen_backward(batch_BS))
         sparse.append(peer.step(batch_BS).total)
+        if options.torch_norms:
+            with torch_norms():
+                torch_norms_ratios.append(peer.step(batch_BS).total / sparse[-1])
     routed_E = peer.model.pop_routed_tokens().sum(axis=0)
     held_row_share = float(routed_E[:NUM_HELD].sum() / routed_E.sum())
     trained_share = peer.num_trained / plain.num_parameters
@@ -269,6 +276,7 @@ def measure(size: str, options: argparse.Namespace) -> Result:
         of_limit=medians["sparse"] / limit_s,
         memory_bytes=memory,
         memory_ratio=memory["sparse"] / memory["full"],
+        torch_norms_ratio=statistics.median(torch_norms_ratios) if torch_norms_ratios else None,
     )
 
 
@@ -300,6 +308,8 @@ def table(results: list[Result]) -> str:
             f"{1e3 * frozen:.1f}), clipping and AdamW {1e3 * parts.update:.1f} ms; held rows "
             f"{result.held_row_share:.1%}, trained weights {result.trained_share:.1%}"
         )
+        if result.torch_norms_ratio is not None:
+            lines.append(f"      sparse with torch's norms: {result.torch_norms_ratio:.3f} of its time")
     return "\n".join(lines)
 
 
@@ -315,6 +325,7 @@ def main() -> int:
     parser.add_argument("--num-threads", type=int, default=1)
     parser.add_argument("--foreign-experts", choices=FORMS, default="fp32", help="how the peer stores others' experts")
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
+    parser.add_argument("--torch-norms", action="store_true", help="also time the peer's step with torch's norms")
     parser.add_argument("--json", type=Path, default=Path("runs/step.json"))
     parser.add_argument("--memory-of", choices=["full", "sparse"], help="print the memory of one arm in this process")
     options = parser.parse_args()

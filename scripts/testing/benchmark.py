@@ -1,15 +1,23 @@
-"""Helpers of the benchmarks: models of several sizes, and memory as the kernel reports it."""
+"""Helpers of the benchmarks: models of several sizes, other norms, and memory as the kernel reports it."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional
 
 from spes_swarm.base.errors import UserError
 from spes_swarm.config.file import load_config, paper_config_path
 from spes_swarm.config.run import RunConfig
+from spes_swarm.model.norm import RmsNorm
 
 TINY = "tiny"  # its step is the baseline of memory
 # Hidden size, expert's FFN, layers, heads. The names are the numbers of parameters with eight experts.
@@ -38,6 +46,20 @@ def quickstart_run(hidden: int, ffn: int, layers: int, heads: int, sequence_leng
         model=replace(run.model, settings=run.model.settings | sizes | settings),
         training=replace(run.training, sequence_length=sequence_length),
     )
+
+
+@contextmanager
+def torch_norms() -> Iterator[None]:
+    """Lets every `RmsNorm` that is differentiated compute with torch's `rms_norm`."""
+    own = RmsNorm.forward
+
+    def forward(norm: RmsNorm, x_TD: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():  # `replace_norms` compares it with the library's, to the last bit
+            return own(norm, x_TD)
+        return functional.rms_norm(x_TD, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    with mock.patch.object(RmsNorm, "forward", forward):
+        yield
 
 
 def status_bytes(key: str, process_id: int | None = None) -> int:
