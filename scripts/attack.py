@@ -39,7 +39,8 @@ import yaml
 
 from scripts.testing.chaos.peer import accuses
 from scripts.testing.local_peer import Event, LocalPeer
-from spes_swarm.config.file import load_config, paper_config_path
+from scripts.testing.paper_config import paper_config_path
+from spes_swarm.config.file import load_config
 from spes_swarm.config.run import RunConfig
 from spes_swarm.protocol.members.identity import Identity
 from tests.helpers.lying_contributor import ACCOMPLICES

@@ -27,10 +27,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from scripts.testing.paper_config import paper_config_path
 from scripts.testing.sequential_swarm import SequentialSwarm, initial_weights, own_orders
 from spes_swarm.base.errors import UserError
 from spes_swarm.config.data_source import STDLIB
-from spes_swarm.config.file import load_config, paper_config_path
+from spes_swarm.config.file import load_config
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import TokenStream

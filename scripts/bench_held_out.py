@@ -25,8 +25,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from scripts.testing.local_peer import LocalPeer
+from scripts.testing.paper_config import paper_config_path
 from spes_swarm.config.data_source import STDLIB
-from spes_swarm.config.file import load_config, paper_config_path
+from spes_swarm.config.file import load_config
 from spes_swarm.data.corpus import open_corpus
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.data.tokenizer import load_tokenizer

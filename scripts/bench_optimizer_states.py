@@ -23,8 +23,9 @@ from pathlib import Path
 
 import torch
 
+from scripts.testing.paper_config import paper_config_path
 from spes_swarm.config.data_source import STDLIB
-from spes_swarm.config.file import load_config, paper_config_path
+from spes_swarm.config.file import load_config
 from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import learning_rate
 from spes_swarm.data.corpus import open_corpus

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from scripts.testing.paper_config import paper_config_path
 from spes_swarm.base.errors import UserError
-from spes_swarm.config.file import load_config, paper_config_path
+from spes_swarm.config.file import load_config
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.norm import RmsNorm
 

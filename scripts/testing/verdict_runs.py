@@ -16,12 +16,13 @@ from typing import Literal
 import numpy as np
 import torch
 
+from scripts.testing.paper_config import paper_config_path
 from scripts.testing.sequential_swarm import SequentialSwarm
 from scripts.testing.study.arm import ArmConfig
 from scripts.testing.study.peers import initial_holdings, peer_sampler, room_of, rules_of
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.config.data_source import STDLIB
-from spes_swarm.config.file import default_config_path, load_config, paper_config_path
+from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.corpus import open_corpus

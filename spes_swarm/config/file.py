@@ -56,11 +56,6 @@ def default_config_path() -> Path:
     return Path(__file__).parent.parent / "default_config" / "quickstart.yaml"
 
 
-def paper_config_path() -> Path:
-    """The quickstart with the paper's optimiser, inside the package, for measurements."""
-    return default_config_path().with_name("quickstart-paper.yaml")
-
-
 def continued_config_path() -> Path:
     """The configuration inside the package for training an existing model; it has no `model` section."""
     return default_config_path().with_name("continued.yaml")

@@ -24,11 +24,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from scripts.testing.paper_config import paper_config_path
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.strict import Pattern, Range, Section, nearest, read_section, show
 from spes_swarm.base.strict_yaml import load_yaml
 from spes_swarm.config.constraints import Count, CountOrZero, Fraction, Positive, Seed, Setting, Text
-from spes_swarm.config.file import load_config, paper_config_path
+from spes_swarm.config.file import load_config
 from spes_swarm.config.run import RunConfig
 from spes_swarm.protocol.consensus.codec import CODECS
 
