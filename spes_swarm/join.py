@@ -99,7 +99,7 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         "--foreign-experts", metavar="FORM", help="how others' experts are stored: fp32, bf16, int8, int4"
     )
     peer.add_argument(
-        "--foreign-storage", metavar="device|host|disk", help="where others' experts are kept (default: device)"
+        "--foreign-storage", metavar="device|host", help="where others' experts are kept (default: device)"
     )
     peer.add_argument("--reference-storage", metavar="auto|memory|disk", help="where the swarm's weights are kept")
     peer.add_argument(

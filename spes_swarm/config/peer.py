@@ -29,8 +29,8 @@ class PeerConfig(Section):
     precision: Annotated[str, Pattern(r"auto|fp32|bf16", "auto, fp32 or bf16")] = "auto"  # auto: bf16 on a GPU
     # How experts of other peers are stored; auto: as the precision of this device. All but fp32 round.
     foreign_experts: Annotated[str, Pattern(r"auto|fp32|bf16|int8|int4", "auto, fp32, bf16, int8 or int4")] = "auto"
-    # Where they are: on the device, in host memory (beside a GPU), or in files of output_dir.
-    foreign_storage: Annotated[str, Pattern(r"device|host|disk", "device, host or disk")] = "device"
+    # Where they are: on the device, or in host memory (beside a GPU).
+    foreign_storage: Annotated[str, Pattern(r"device|host", "device or host")] = "device"
     # Which activations are computed again in backward instead of being kept.
     activation_checkpointing: Annotated[str, Pattern(r"none|layers|selective", "none, layers or selective")] = "none"
     compile: bool = False  # compile the decoder layers with torch.compile; the first steps are slow

@@ -125,7 +125,6 @@ class SparseExperts(nn.Module):
         parameter, write its block from the reference. `foreign_storage` is that of the whole model; None: the device.
 
         Raises:
-            CapacityError: a disk has too little space.
             ConfigError: `held` names an expert twice or one that does not exist.
         """
         super().__init__()

@@ -103,7 +103,6 @@ def replace_experts(
     """Replaces every experts module in place (peak memory: one layer more than the model); returns the new ones.
 
     Raises:
-        CapacityError: the storage is on a disk that has too little space.
         ConfigError: no experts module, an unsupported one, an unknown kernel, or an invalid `held`.
     """
     expert_kernel = load_kernel(kernel)
@@ -192,7 +191,6 @@ class SparseModel:
         """Takes over an untouched model on any device and replaces its experts and norms in place; see `SparseExperts`.
 
         Raises:
-            CapacityError: `foreign_storage` is on a disk that has too little space.
             ConfigError: the model is not a supported MoE, or `kernel` or `held` is invalid.
         """
         self.layout = layout_of(model)

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.batch_source import BatchSource
-from spes_swarm.model.foreign.storage import ForeignStorage
 from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_model, layout_of
 from spes_swarm.port.commands import Port
 from spes_swarm.port.messages import CaughtUp, Presence, RoundReport, SwarmView, TokenCounts
@@ -187,7 +186,6 @@ class LoneTrainer:
         directory: Path,
         run: RunConfig | None = None,
         foreign_form: str = "fp32",
-        foreign_storage: ForeignStorage | None = None,
         **setup: Any,
     ) -> None:
         torch.set_num_threads(1)
@@ -199,7 +197,7 @@ class LoneTrainer:
         reference.finish(0, list(enumerate([0] * len(layout.blocks))))
         self.network = StubNetwork(reference, contribution_N, HELD, RoundClock.of(self.run))
         self.port = LocalPort(self.network)
-        self.model = SparseModel(model, HELD, "torch", foreign_form, foreign_storage)
+        self.model = SparseModel(model, HELD, "torch", foreign_form)
         self.stop = threading.Event()
         self.metrics_path = directory / "metrics.jsonl"
         self.said: list[str] = []

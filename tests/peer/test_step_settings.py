@@ -14,7 +14,6 @@ from spes_swarm.peer.step_settings import StepSettings
     [
         ("host", "cpu", "device", "; --foreign-storage host has no effect on a CPU, which computes in host memory"),
         ("host", "cuda", "host", ""),
-        ("disk", "cpu", "disk", ""),
     ],
 )
 def test_storage_that_has_no_effect(storage: str, device: str, effective: str, note: str) -> None:

@@ -47,9 +47,6 @@ class FrozenStack(nn.Module):
             form: of the weights.
             device: of the model.
             storage: where the stack is kept; None: on the device.
-
-        Raises:
-            CapacityError: the storage is on a disk that has too little space.
         """
         super().__init__()
         self.shape = shape

@@ -106,7 +106,7 @@ class Workload:
         expert = self.layout.expert_block(0)
         stored = bytes_per_weight(self.foreign_experts) * (self.layout.num_experts - num_experts) * expert.size
         num_layers = len(expert.slots) // len(PROJECTIONS)
-        return foreign_bytes(self.foreign_storage, int(stored), num_layers, on_gpu=self.device.type != "cpu")
+        return foreign_bytes(self.foreign_storage, int(stored), num_layers)
 
     def moment_bytes(self, form: str, num_experts: int) -> MomentBytes:
         """Returns what the moments of all trained weights take in one of `moment_storage.FORMS`."""
@@ -152,7 +152,7 @@ class Workload:
             host["foreign"] = self.num_ranks * self.foreign_bytes(num_experts).on_host
         if self.device.type != "cpu":
             # All ranks assemble their models on the host at once, and move them to the GPUs before the first round.
-            # Experts in host memory and files are written in place.
+            # Experts in host memory are written in place.
             moved = weights + (on_device["foreign"] if self.foreign_storage == "device" else 0)
             host["round"] = max(in_round, self.num_ranks * moved)
         elif self.num_ranks > 1:

@@ -56,7 +56,6 @@ _CHOICES = {
         _INT8,
         replace(_INT8, optimizer_states="int8"),
         replace(_INT4, optimizer_states="int8"),
-        replace(_INT8, optimizer_states="int8", foreign_storage="disk"),
     ),
 }
 

@@ -17,10 +17,10 @@ from spes_swarm.storage.run_directory import RunDirectory
 
 
 def check_disk(work: Workload, experts: int, peer: PeerConfig) -> str:
-    """Refuses a disk without space for files that replace memory, and for a first checkpoint.
+    """Refuses a disk without space for vectors that are not in memory, and for a first checkpoint.
 
-    Others' experts are stored once for each rank. While a checkpoint is written, the earlier ones still exist; as far
-    as they agree, they share files, so a disk without space for that many is only worth a warning.
+    While a checkpoint is written, the earlier ones still exist; as far as they agree, they share files, so a disk
+    without space for that many is only worth a warning.
 
     Returns:
         The warning, empty if there is none.
@@ -29,26 +29,23 @@ def check_disk(work: Workload, experts: int, peer: PeerConfig) -> str:
         CapacityError: it has less space.
     """
     checkpoints = RunDirectory(Path(peer.output_dir)).checkpoints
-    files = work.num_ranks * work.foreign_bytes(experts).on_disk
     num_vectors = (2 if work.on_disk else 0) + (2 if work.previous == "disk" else 0)
     vectors = 4 * num_vectors * work.layout.num_elements
     each = work.checkpoint_bytes(experts) + OVERHEAD_BYTES * (len(reference_files(work.layout)) + 3)
     existing = len(checkpoints_in(checkpoints))
     with os_errors_as(CapacityError, str(peer.output_dir)):
         free = shutil.disk_usage(existing_parent(checkpoints)).free
-    needed = files + vectors + (0 if existing else each)
+    needed = vectors + (0 if existing else each)
     if needed > free:
         part = "" if existing else f", {gigabytes(each)} of it for a checkpoint"
         advice = "free some space, or use"
-        if files:
-            advice = "use --foreign-storage device, a smaller form of --foreign-experts, or"
         if work.previous == "disk":
             advice += " --previous-reference none (among three or more peers its work soon does not count), or"
         raise CapacityError(
             f"{peer.output_dir}: {gigabytes(needed)} are needed on its disk{part}, but only {gigabytes(free)} are "
             f"free; {advice} an --output-dir on a larger disk"
         )
-    room = (free - files - vectors) // max(1, each)
+    room = (free - vectors) // max(1, each)
     if room >= peer.keep_checkpoints + 1 - existing:
         return ""
     return (

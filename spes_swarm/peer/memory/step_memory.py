@@ -117,7 +117,7 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
     logits = min(temporary, allocations.logits_at_peak)
     layers = [module for module in model.modules() if isinstance(module, SparseExperts)]
     stored = sum(buffer.nbytes for layer in layers for buffer in layer.foreign.buffers())
-    on_device = foreign_bytes(shape.foreign_storage, stored, len(layers), on_gpu=shape.on_gpu).on_device
+    on_device = foreign_bytes(shape.foreign_storage, stored, len(layers)).on_device
     return StepMemory(
         weights=weights - stored + on_device,
         gradients=trained,

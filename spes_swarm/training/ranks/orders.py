@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -40,11 +39,10 @@ class Replica:
         """Returns the model without its weights. No device ever holds the whole of it in fp32.
 
         Raises:
-            CapacityError: the disk of `output_dir` has too little space.
             ConfigError: as `build_model` and `SparseModel`, or the architecture does not support one of the settings.
         """
         empty = build_empty_model(self.model_type, self.settings)
-        storage = new_storage(self.foreign_storage, device, Path(self.output_dir))
+        storage = new_storage(self.foreign_storage, device)
         sparse = SparseModel(empty, self.held, self.kernel, self.foreign_experts, storage)
         checkpoint_activations(sparse.module, self.activation_checkpointing)
         if self.compile:

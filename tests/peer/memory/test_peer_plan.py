@@ -68,21 +68,21 @@ def _each_step_is_taken_once() -> Iterator[None]:
 
 
 def test_files_that_do_not_fit_on_the_disk_are_refused_before_they_are_created(tmp_path: Path) -> None:
-    """Three experts of four layers in fp32, for each rank, and reference and contribution, also of the last round."""
-    peer = PeerConfig(experts="1", foreign_storage="disk", reference_storage="disk", output_dir=str(tmp_path))
+    """Reference and contribution, also of the last round."""
+    peer = PeerConfig(experts="1", reference_storage="disk", output_dir=str(tmp_path))
     weights = layout(FOUR_LAYERS)
     trained = weights.blocks[0].size + weights.expert_block(0).size
     files = len(weights.blocks) + 3  # and headers
     checkpoint = 4 * weights.num_elements + 8 * trained + 8192 * files  # AdamW has two moments
-    needed = 2 * 4 * 3 * weights.expert_block(0).size + 16 * weights.num_elements + checkpoint
+    needed = 16 * weights.num_elements + checkpoint
     with pytest.MonkeyPatch.context() as patch:
         for left in (needed, needed - 1):
             patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=left))  # noqa: B023  # called at once
             if left == needed:
-                assert plan_peer(FOUR_LAYERS, peer, CPU, num_ranks=2).previous == "disk"
+                assert plan_peer(FOUR_LAYERS, peer, CPU).previous == "disk"
                 continue
-            with pytest.raises(CapacityError, match=r" MB are needed on its disk, .* but only .*; use --foreign-st"):
-                plan_peer(FOUR_LAYERS, peer, CPU, num_ranks=2)
+            with pytest.raises(CapacityError, match=r" MB are needed on its disk, .* but only .* use --previous-ref"):
+                plan_peer(FOUR_LAYERS, peer, CPU)
 
 
 def test_the_previous_reference_costs_no_peer_and_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

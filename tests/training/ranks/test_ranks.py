@@ -22,7 +22,7 @@ from torch import Tensor
 from scripts.testing.local_peer import PATIENCE_S
 from spes_swarm.base.errors import ConfigError, RankError
 from spes_swarm.model.experts import SparseExperts
-from spes_swarm.model.foreign.storage import ForeignStorage, StagedStorage
+from spes_swarm.model.foreign.storage import ForeignStorage, HostStorage
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import SparseModel, build_model
 from spes_swarm.training.gradients import Gradients
@@ -283,9 +283,6 @@ def test_weights_that_arrive_replace_prefetched_copies() -> None:
             for tensor in tensors:
                 tensor.fill_(3)
 
-    class Fixed(ForeignStorage):
-        is_fixed = True
-
     class Copied:
         def __init__(self, sources: list[Tensor]) -> None:
             self.tensors = [source.clone() for source in sources]
@@ -298,7 +295,7 @@ def test_weights_that_arrive_replace_prefetched_copies() -> None:
 
         finish = drop
 
-    model, _ = own_gradients(2, StagedStorage(Fixed(), Copied))
+    model, _ = own_gradients(2, HostStorage(Copied))
     experts = next(module for module in model.module.modules() if isinstance(module, SparseExperts))
     before = experts.fetch().matrices("down_proj", torch.float32, slice(None))
     step = Step(held=(1, 4), all_weights=True, batch_shape=(1, 2), progress=0.0)
