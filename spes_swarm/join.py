@@ -111,7 +111,7 @@ def _add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         "--activation-checkpointing", metavar="none|layers|selective", help="recompute activations to save memory"
     )
     peer.add_argument(
-        "--optimizer-states", metavar="device|int8|host", help="where the optimiser's moments are (default: device)"
+        "--optimizer-states", metavar="device|host", help="where the optimiser's moments are (default: device)"
     )
     peer.add_argument("--kernel", metavar="torch|megablocks|loop", help="expert kernel (default: torch)")
     peer.add_argument("--compile", action="store_true", help="compile the model's layers with torch.compile")

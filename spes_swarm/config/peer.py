@@ -34,8 +34,8 @@ class PeerConfig(Section):
     # Which activations are computed again in backward instead of being kept.
     activation_checkpointing: Annotated[str, Pattern(r"none|layers|selective", "none, layers or selective")] = "none"
     compile: bool = False  # compile the decoder layers with torch.compile; the first steps are slow
-    # Where the optimiser's moments are: in fp32 on the device, in 8 bits on the device, or in host memory.
-    optimizer_states: Annotated[str, Pattern(r"device|int8|host", "device, int8 or host")] = "device"
+    # Where the optimiser's moments are: on the device, or in host memory (beside a GPU).
+    optimizer_states: Annotated[str, Pattern(r"device|host", "device or host")] = "device"
     # Where the reference and the contribution are; auto: on the disk of output_dir if memory is short.
     reference_storage: Annotated[str, Pattern(r"auto|memory|disk", "auto, memory or disk")] = "auto"
     # Where what takes back the last commit is: a second reference, and this peer's trained weights before it; auto: on

@@ -341,7 +341,7 @@ def _swap_parameters(
             continue
         state = optimiser.state.pop(old)
         for key, value in state.items():
-            # A step count has no rows. Others have one per expert: moments, and the scales of rounded ones.
+            # A step count has no rows; moments have one per expert.
             if isinstance(value, Tensor) and value.dim() > 0:
                 shape = (len(held_after), *value.shape[1:])
                 moved = torch.zeros(shape, dtype=value.dtype, device=value.device, pin_memory=value.is_pinned())

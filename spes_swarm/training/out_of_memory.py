@@ -31,8 +31,8 @@ def as_user_error(when: str) -> Iterator[None]:
             raise
         reason = " ".join(str(exc).split())[:200] or type(exc).__name__
         advice = (
-            "choose fewer --experts, --foreign-experts int8, --optimizer-states int8 "
-            "or --activation-checkpointing layers"
+            "choose fewer --experts, --foreign-experts int8, --activation-checkpointing layers "
+            "or, on a GPU, --optimizer-states host"
         )
         raise CapacityError(f"out of memory {when}: {reason}; {advice}") from exc
 

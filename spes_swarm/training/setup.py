@@ -71,7 +71,7 @@ class TrainerSetup:
     micro_batch_size: int | None = None  # most sequences at a time; None: the whole batch
     precision: str = "fp32"  # of matrix products: "fp32", or "bf16" by autocast
     ranks: RankGroup | None = None  # ready to compute gradients of this model; None: this process is the only one
-    optimizer_states: str = "device"  # form of the moments: one of `moment_storage.FORMS`
+    optimizer_states: str = "device"  # where the moments are: one of `moment_storage.FORMS`
     metrics: Metrics
     checkpoints: Path
     checkpoint_minutes: float

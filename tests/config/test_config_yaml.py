@@ -51,7 +51,7 @@ def test_every_spelling_of_a_float_is_a_float(tmp_path: Path, text: str) -> None
         ("experts: 2.0", "peer.experts: found 2.0, expected non-empty text"),
         ("micro_batch_size: 0", "peer.micro_batch_size: found '0', expected auto or a number of sequences"),
         ("foreign_storage: cpu", "peer.foreign_storage: found 'cpu', expected device or host"),
-        ("optimizer_states: cpu", "peer.optimizer_states: found 'cpu', expected device, int8 or host"),
+        ("optimizer_states: cpu", "peer.optimizer_states: found 'cpu', expected device or host"),
         ("upload_mbps: .inf", "peer.upload_mbps: found inf, expected a number"),
         ("upload_mbps: .nan", "peer.upload_mbps: found nan, expected a number"),
         ("initial_peers: /ip4/1.2.3.4", "peer.initial_peers: found '/ip4/1.2.3.4', expected a list"),

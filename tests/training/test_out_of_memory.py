@@ -21,7 +21,10 @@ from tests.helpers.repository import ROOT
 from tests.helpers.swarm import swarm
 
 TOO_MUCH = 1 << 60
-ADVICE = "choose fewer --experts, --foreign-experts int8, --optimizer-states int8 or --activation-checkpointing layers"
+ADVICE = (
+    "choose fewer --experts, --foreign-experts int8, --activation-checkpointing layers "
+    "or, on a GPU, --optimizer-states host"
+)
 
 
 def test_failed_allocations_of_all_kinds_are_recognised() -> None:

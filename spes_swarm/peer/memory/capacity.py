@@ -2,11 +2,11 @@
 
 A peer needs, where N is the number of weights and T the number trained here (shared layers and held experts):
 
-- on the device: 8 bytes per trained weight (weight, gradient), its moments (4 bytes each, or 1 in 8 bits; AdamW has two
-  for each weight, Muon one), and the other experts in the form in which they are stored, 0.56 to 4 bytes per weight.
-  Moments can be in host memory instead;
+- on the device: 8 bytes per trained weight (weight, gradient), its moments (4 bytes each; AdamW has two for each
+  weight, Muon one), and the other experts in the form in which they are stored, 0.56 to 4 bytes per weight. Moments and
+  other experts can be in host memory instead;
 - in host memory: the reference (4 N bytes) and the contribution (4 T), unless they are on a disk, and during a round
-  its results at the codec's size, and a copy of the moments in fp32 while a checkpoint is written. With error feedback,
+  its results at the codec's size, and a copy of the moments while a checkpoint is written. With error feedback,
   a round keeps its encoded contributions and up to 4 T of rounding errors, too, and a checkpoint also copies the live
   weights (4 T), all of which differ from the reference; it also copies the held experts, if they do not take part in
   every round. The model of a GPU is put together on the host, without gradients and moments.
@@ -43,15 +43,13 @@ from spes_swarm.peer.step_settings import StepSettings
 from spes_swarm.protocol.consensus.codec import Codec, get_codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.training.optimiser.matrices import hidden_matrices
-from spes_swarm.training.optimiser.moment_storage import MOMENTS, MomentBytes, moment_bytes_per_weight
+from spes_swarm.training.optimiser.moment_storage import MOMENTS
 from spes_swarm.training.optimiser.registry import matrix_moments
 
-_WEIGHT, _GRADIENT = 4, 4  # bytes per trained weight
+_WEIGHT, _GRADIENT, _MOMENT = 4, 4, 4  # bytes per trained weight
 # The rest is for activations, allocator fragmentation and other processes.
 _USABLE_FRACTION = 0.7
 _SMALLEST_FORM = FORMS[-1]  # of others' experts
-# Forms of moments that take less of a device's memory than fp32 there, best first.
-_SMALLER_STATES = {"cuda": ("host", "int8"), "cpu": ("int8",)}
 
 
 def free_bytes(device: torch.device) -> int:
@@ -68,7 +66,7 @@ class Workload:
     layout: Layout
     device: torch.device
     foreign_experts: str  # form of others' experts: one of `frozen_stack.FORMS`
-    optimizer_states: str = "device"  # form of the moments: one of `moment_storage.FORMS`
+    optimizer_states: str = "device"  # where the moments are: one of `moment_storage.FORMS`
     matrix_moments: tuple[str, ...] = MOMENTS  # of experts and hidden matrices; other weights have AdamW's
     hidden_weights: int = 0  # number of shared weights that are hidden matrices
     foreign_storage: str = "device"  # where others' experts are; see `new_storage`
@@ -108,15 +106,11 @@ class Workload:
         num_layers = len(expert.slots) // len(PROJECTIONS)
         return foreign_bytes(self.foreign_storage, int(stored), num_layers)
 
-    def moment_bytes(self, form: str, num_experts: int) -> MomentBytes:
-        """Returns what the moments of all trained weights take in one of `moment_storage.FORMS`."""
+    def moment_bytes(self, num_experts: int) -> int:
+        """Returns what the moments of all trained weights take, wherever they are."""
         shared, expert = self.layout.blocks[SHARED_BLOCK].size, self.layout.expert_block(0).size
         matrices, rest = self.hidden_weights + num_experts * expert, shared - self.hidden_weights
-        of_matrix, of_other = moment_bytes_per_weight(form, self.matrix_moments), moment_bytes_per_weight(form)
-        return MomentBytes(
-            on_device=of_matrix.on_device * matrices + of_other.on_device * rest,
-            on_host=of_matrix.on_host * matrices + of_other.on_host * rest,
-        )
+        return _MOMENT * (len(self.matrix_moments) * matrices + len(MOMENTS) * rest)
 
     def device_bytes(self, num_experts: int) -> dict[str, int]:
         """Returns the bytes of training on the device of rank 0 by class, without activations."""
@@ -127,7 +121,7 @@ class Workload:
             "held": _WEIGHT * num_experts * expert,
             "foreign": self.foreign_bytes(num_experts).on_device,
             "gradients": _GRADIENT * trained,
-            "optimiser": int(self.moment_bytes(self.optimizer_states, num_experts).on_device),
+            "optimiser": self.moment_bytes(num_experts) if self.optimizer_states == "device" else 0,
         }
 
     def host_bytes(self, num_experts: int) -> dict[str, int]:
@@ -147,7 +141,7 @@ class Workload:
         if self.previous == "memory":
             host["previous"] = _WEIGHT * self.layout.num_elements + weights
         if self.optimizer_states == "host":
-            host["optimiser"] = int(self.moment_bytes("host", num_experts).on_host)
+            host["optimiser"] = self.moment_bytes(num_experts)
         if self.foreign_storage == "host":
             host["foreign"] = self.num_ranks * self.foreign_bytes(num_experts).on_host
         if self.device.type != "cpu":
@@ -161,9 +155,9 @@ class Workload:
         return host
 
     def _copied_bytes(self, num_experts: int) -> int:
-        """Returns what a checkpoint copies: the moments in fp32, and live weights that differ from the reference."""
+        """Returns what a checkpoint copies: the moments, and live weights that differ from the reference."""
         shared, expert = self.layout.blocks[SHARED_BLOCK].size, self.layout.expert_block(0).size
-        moments = int(self.moment_bytes("host", num_experts).on_host)
+        moments = self.moment_bytes(num_experts)
         if self.kept_codec is not None:
             return moments + _WEIGHT * (shared + num_experts * expert)
         return moments + (_WEIGHT * num_experts * expert if self.experts_differ else 0)
@@ -210,7 +204,8 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, free_
     if fits(num_experts, fraction=1.0):
         return num_experts
     where, needed, free = shortage(workload, num_experts)
-    least = shortage(replace(workload, foreign_experts=_SMALLEST_FORM, optimizer_states="int8"), 1)
+    least = shortage(replace(workload, foreign_experts=_SMALLEST_FORM, optimizer_states="host"), 1)
+    moments = " and moments in host memory" if on_gpu else ""
     raise CapacityError(
         f"training {plural(num_experts, 'expert')} needs {gigabytes(needed)} of {where}, but only "
         f"{gigabytes(free)} is free: "
@@ -219,7 +214,7 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, free_
                 _what_would_fit(fits, num_experts, workload),
                 _what_would_fit(partial(fits, fraction=1.0), num_experts, workload),
             ),
-            f"one expert, with the others in {_SMALLEST_FORM} and moments in int8, still needs "
+            f"one expert, with the others in {_SMALLEST_FORM}{moments}, still needs "
             f"{gigabytes(least[1])}{'' if least[0] == where else f' of {least[0]}'}; use a machine with more memory, "
             "or found a run with a smaller model",
         )
@@ -251,8 +246,8 @@ def smaller_workloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
     if workload.previous == "memory":
         yield as_flags({"previous_reference": "disk"}), replace(workload, previous="disk")
     forms = FORMS[FORMS.index(workload.foreign_experts) :]
-    smaller = _SMALLER_STATES.get(workload.device.type, _SMALLER_STATES["cuda"])
-    for states in (workload.optimizer_states, *(each for each in smaller if each != workload.optimizer_states)):
+    states_left = () if workload.device.type == "cpu" or workload.optimizer_states == "host" else ("host",)
+    for states in (workload.optimizer_states, *states_left):
         for form in forms:
             changes = {"foreign_experts": form, "optimizer_states": states}
             changed = {name: value for name, value in changes.items() if value != getattr(workload, name)}

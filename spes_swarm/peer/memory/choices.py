@@ -44,8 +44,6 @@ _CHOICES = {
         _LAYERS,
         _INT8,
         replace(_INT8, optimizer_states="host"),
-        replace(_INT8, optimizer_states="int8"),
-        replace(_INT4, optimizer_states="int8"),
         replace(_INT4, optimizer_states="host"),
         replace(_INT8, optimizer_states="host", foreign_storage="host"),
     ),
@@ -54,8 +52,7 @@ _CHOICES = {
         replace(_ON_CPU, activation_checkpointing="layers"),
         _LAYERS,
         _INT8,
-        replace(_INT8, optimizer_states="int8"),
-        replace(_INT4, optimizer_states="int8"),
+        _INT4,
     ),
 }
 

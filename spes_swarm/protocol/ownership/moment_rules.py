@@ -34,7 +34,6 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.consensus.layout import Layout
 
 _ROUNDING = 1.01  # moments are running sums in fp32
-_ROUNDING_OF_CODES = 1.1  # the random rounding to 8 bits makes a momentum up to one per cent longer
 _EPSILON = float(np.finfo(np.float32).eps)
 _TINY = 1e-12  # squares of tiny gradients underflow
 
@@ -99,7 +98,7 @@ class MomentumLimit:
 
         A moving average in fp32 is rounded three times per step and forgets 1 - momentum of the accumulated error.
         """
-        return cls(max_grad_norm * (_ROUNDING_OF_CODES + 3 * _EPSILON / (1 - momentum)))
+        return cls(max_grad_norm * (_ROUNDING + 3 * _EPSILON / (1 - momentum)))
 
     @property
     def per_weight(self) -> int:

@@ -1,5 +1,4 @@
-"""The optimisers of a peer, with their moments on the device, in 8 bits or in host memory.
+"""The optimisers of a peer, with their moments on the device or in host memory.
 
-Start with `registry`; `moment_storage` has the forms of moments. Whatever the form, checkpoints and other peers see
-fp32.
+Start with `registry`. Checkpoints and other peers do not depend on where the moments are.
 """

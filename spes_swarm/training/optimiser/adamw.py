@@ -1,6 +1,6 @@
-"""AdamW whose moments are on the device, in 8 bits, or in host memory.
+"""AdamW whose moments are on the device or in host memory.
 
-Tensor suffixes: N elements of a parameter, of a row of it, or of a piece of it, flat.
+Tensor suffixes: N elements of a parameter, or of a piece of it, flat.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from spes_swarm.training.optimiser.moment_storage import MOMENTS
+from spes_swarm.training.optimiser.moment_storage import MOMENTS, pieces
 from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
 
 
 class PeerAdamW(PeerOptimiser):
-    """torch's fused AdamW; `form`, one of `moment_storage.FORMS`, says how the moments are stored.
+    """torch's fused AdamW; `form`, one of `moment_storage.FORMS`, says where the moments are.
 
-    `device` is torch's own step. The other forms take the same step piece by piece: moments are expanded or fetched,
-    updated, and written back. In 8 bits this takes 38 bytes per element of a piece, 40 MB on a GPU, whatever the size
-    of the model.
+    `device` is torch's own step. With `host` the same step is taken piece by piece: moments are fetched, updated, and
+    written back. This takes 8 bytes per element of a piece, 8 MB on a GPU, whatever the size of the model.
     """
 
     expert_moments: ClassVar[tuple[str, ...]] = MOMENTS
@@ -48,21 +47,17 @@ class PeerAdamW(PeerOptimiser):
         self._synchronise()
 
     def _step_adamw(self, groups: Iterable[dict[str, Any]]) -> None:
-        noises_N: dict[tuple[torch.device, int], Tensor] = {}
         for group in groups:
             with_gradient = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if not self._in_pieces:
+            if not self._on_host:
                 self._update_whole(with_gradient, group)
                 continue
             for parameter in with_gradient:
-                key = parameter.device, self.num_steps(parameter)
-                if key not in noises_N:
-                    noises_N[key] = self._noise(*key)
-                self._update(parameter, group, noises_N[key])
+                self._update_in_pieces(parameter, group)
 
     def _synchronise(self) -> None:
         """Waits for copies to host memory: they are asynchronous, and others read it without knowing of them."""
-        if not self._in_pieces:
+        if not self._on_host:
             return
         devices = {parameter.device for group in self.param_groups for parameter in group["params"]}
         for device in devices:
@@ -83,23 +78,19 @@ class PeerAdamW(PeerOptimiser):
             group,
         )
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any], noise_N: Tensor) -> None:
+    def _update_in_pieces(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
-        state, storage = self._state_of(parameter), self._storage(parameter)
+        state, device = self._state_of(parameter), parameter.device
         weights_N, gradient_N = parameter.detach().view(-1), parameter.grad.reshape(-1)
         num_steps = self.num_steps(parameter)
-        for piece in storage.pieces(parameter):
-            first_N, second_N = (
-                storage.read(state, moment, piece).to(parameter.device, non_blocking=True) for moment in MOMENTS
-            )
-            steps = torch.full((), float(num_steps), device=parameter.device)  # it is increased in place
+        for piece in pieces(0, parameter.numel(), device):
+            stored = [state[moment].view(-1)[piece] for moment in MOMENTS]
+            first_N, second_N = (stored_N.to(device, non_blocking=True) for stored_N in stored)
+            steps = torch.full((), float(num_steps), device=device)  # it is increased in place
             _adamw([weights_N[piece]], [gradient_N[piece]], [first_N], [second_N], [steps], group)
-            for moment, moment_N in zip(MOMENTS, (first_N, second_N), strict=True):
-                storage.write(state, moment, piece, moment_N, noise_N[: len(moment_N)])
+            for stored_N, moment_N in zip(stored, (first_N, second_N), strict=True):
+                stored_N.copy_(moment_N, non_blocking=True)  # nothing on a CPU, where they are the same tensor
         state["step"] += 1
-
-    def _step_device(self, parameter: nn.Parameter) -> torch.device:
-        return torch.device("cpu") if self._in_pieces else parameter.device  # where torch's fused step wants it
 
 
 def _adamw(

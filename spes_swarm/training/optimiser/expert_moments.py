@@ -6,7 +6,6 @@ their first dimension.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.model.sparse_model import SparseModel
 from spes_swarm.protocol.consensus.layout import TensorSlot
-from spes_swarm.protocol.ownership.moment_rules import largest_ratio
-from spes_swarm.training.optimiser.moment_storage import MOMENTS
 from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
 from spes_swarm.training.profiling import span
 
@@ -33,8 +30,7 @@ def _rows(model: SparseModel, expert: int) -> Iterator[tuple[TensorSlot, nn.Para
 def read_moments(optimiser: PeerOptimiser, model: SparseModel, expert: int, out_KN: FloatArray) -> int:
     """Copies a held expert's moments, one kind after the other, into `out_KN`; returns the optimiser's step.
 
-    Before the first step they are zero. AdamW's moments in 8 bits are made possible first (see `moment_rules`):
-    rounding can make a first moment too large for its second moment, and other peers would refuse them all.
+    Before the first step they are zero.
     """
     step = 0
     for index, moment in enumerate(optimiser.expert_moments):
@@ -42,13 +38,6 @@ def read_moments(optimiser: PeerOptimiser, model: SparseModel, expert: int, out_
             out_N = torch.from_numpy(_of_slot(model, expert, slot, index, out_KN))
             optimiser.read_moment(parameter, moment, out_N, row)
             step = max(step, optimiser.num_steps(parameter))
-    if optimiser.form == "int8" and optimiser.expert_moments == MOMENTS:
-        ratio = largest_ratio(*optimiser.defaults["betas"])
-        if not math.isfinite(ratio):
-            return step
-        first_N, second_N = np.split(out_KN, 2)  # views
-        largest_N = ratio * np.sqrt(second_N)
-        np.clip(first_N, -largest_N, largest_N, out=first_N)
     return step
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from spes_swarm.training.optimiser.adamw import PeerAdamW
-from spes_swarm.training.optimiser.moment_storage import MOMENTS, MOMENTUM, batch_elements
+from spes_swarm.training.optimiser.moment_storage import MOMENTS, MOMENTUM, batch_elements, pieces
 
 _STEPS = 5
 _QUINTIC = 3.4445, -4.7750, 2.0315  # a x + b x^3 + c x^5: steep at 0, near 1 for singular values from 0 to 1
@@ -97,7 +97,6 @@ class PeerMuon(PeerAdamW):
         self._synchronise()
 
     def _step_muon(self, groups: Iterable[dict[str, Any]]) -> None:
-        noises_N: dict[tuple[torch.device, int], Tensor] = {}
         waiting: defaultdict[tuple[torch.device, int, int], list[_Range]] = defaultdict(list)
         stepped = []
         for group in groups:
@@ -108,11 +107,11 @@ class PeerMuon(PeerAdamW):
                 for each in self._ranges(parameter, group):
                     batch = waiting[each.wide]
                     if batch and sum(other.size for other in batch) + each.size > batch_elements(parameter.device):
-                        self._update_batch(batch, noises_N)
+                        self._update_batch(batch)
                         batch.clear()
                     batch.append(each)
         for batch in waiting.values():
-            self._update_batch(batch, noises_N)
+            self._update_batch(batch)
         for state in stepped:
             state["step"] += 1
 
@@ -120,23 +119,18 @@ class PeerMuon(PeerAdamW):
         """Yields ranges that together are the parameter, each of at most `batch_elements` or of one expert."""
         rows, columns = parameter.shape[-2:]
         shape = (rows // group["matrices"], columns)
-        num_stacked = parameter.numel() // (rows * columns)
-        storage = self._storage(parameter)
-        if self._in_pieces:
-            for row in range(num_stacked):
-                pieces = storage.pieces(parameter, row if parameter.dim() > 2 else None)
-                yield _Range(parameter, group, tuple(pieces), shape)
-            return
-        together = max(1, batch_elements(parameter.device) // (rows * columns))
-        for start in range(0, num_stacked, together):
-            stop = min(start + together, num_stacked)
-            yield _Range(parameter, group, (slice(start * rows * columns, stop * rows * columns),), shape)
+        one, everything = rows * columns, parameter.numel()
+        size = one if self._on_host else max(one, batch_elements(parameter.device) // one * one)
+        for start in range(0, everything, size):
+            stop = min(start + size, everything)
+            cut = pieces(start, stop, parameter.device) if self._on_host else (slice(start, stop),)
+            yield _Range(parameter, group, tuple(cut), shape)
 
-    def _update_batch(self, batch: list[_Range], noises_N: dict[tuple[torch.device, int], Tensor]) -> None:
+    def _update_batch(self, batch: list[_Range]) -> None:
         """Takes the step of ranges whose matrices have the same shape, once tall ones are transposed."""
         updates = []
         for each in batch:
-            update_MAB = self._next_update(each, noises_N).view(-1, *each.shape)
+            update_MAB = self._next_update(each).view(-1, *each.shape)
             updates.append(update_MAB.mT if each.shape[0] > each.shape[1] else update_MAB)
         wide_MAB = orthogonalise(torch.cat(updates))
         counts = [len(update) for update in updates]
@@ -144,28 +138,20 @@ class PeerMuon(PeerAdamW):
             tall = each.shape[0] > each.shape[1]
             self._apply(each, (update.mT if tall else update).reshape(-1))
 
-    def _next_update(self, each: _Range, noises_N: dict[tuple[torch.device, int], Tensor]) -> Tensor:
+    def _next_update(self, each: _Range) -> Tensor:
         """Updates the momentum of a range; returns Nesterov's look-ahead (N,), on the device of the parameter."""
         parameter, decay = each.parameter, each.group["momentum"]
         assert parameter.grad is not None
-        state, storage = self.state[parameter], self._storage(parameter)
+        (name,) = MOMENTUM
         gradient_N = parameter.grad.reshape(-1)
-        key = parameter.device, self.num_steps(parameter)
-        if key not in noises_N:
-            noises_N[key] = self._noise(*key)
         ahead = []
         for piece in each.pieces:
-            (name,) = MOMENTUM
-            momentum_N = storage.read(state, name, piece).to(parameter.device, non_blocking=True)
+            stored_N = self.state[parameter][name].view(-1)[piece]
+            momentum_N = stored_N.to(parameter.device, non_blocking=True)
             momentum_N.lerp_(gradient_N[piece], 1 - decay)
-            storage.write(state, name, piece, momentum_N, noises_N[key][: len(momentum_N)])
+            stored_N.copy_(momentum_N, non_blocking=True)  # nothing where they are the same tensor
             ahead.append(gradient_N[piece].lerp(momentum_N, decay))
         return ahead[0] if len(ahead) == 1 else torch.cat(ahead)
-
-    def _step_device(self, parameter: nn.Parameter) -> torch.device:
-        if self.moment_names(parameter) == MOMENTUM:
-            return torch.device("cpu")  # unlike AdamW's it is read in every step
-        return super()._step_device(parameter)
 
     def _apply(self, each: _Range, update_N: Tensor) -> None:
         rate = each.group["lr"]

@@ -1,6 +1,6 @@
-"""What all optimisers of a peer have in common: moments in one of three forms, which others read and write in fp32.
+"""What all optimisers of a peer have in common: moments on the device or in host memory, which others read and write.
 
-Tensor suffixes: N elements of a parameter, of a row of it, or of a piece of it, flat.
+Tensor suffixes: N elements of a parameter, or of a row of it, flat.
 """
 
 from __future__ import annotations
@@ -10,23 +10,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from spes_swarm.training.optimiser.moment_storage import (
-    EightBitStorage,
-    Fp32Storage,
-    MomentStorage,
-    piece_elements,
-)
-
 
 class PeerOptimiser(torch.optim.Optimizer):
-    """An optimiser whose state changes hands, is saved, and is stored in one of `moment_storage.FORMS`.
+    """An optimiser whose state changes hands and is saved, and is stored in one of `moment_storage.FORMS`.
 
-    In 8 bits, vectors (norms, biases) stay in fp32.
+    Moments are in fp32 and have the shape of their parameter: a stack of experts has a row for each.
 
     A parameter group may have a `peak_ratio`: its peak learning rate, divided by the run's.
 
     Attributes:
-        form: how moments are stored.
         expert_moments: the names of the moments of experts, in the order in which peers exchange them.
     """
 
@@ -34,8 +26,7 @@ class PeerOptimiser(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], form: str) -> None:
         super().__init__(params, defaults)
-        self.form = form
-        self._in_pieces = form != "device"
+        self._on_host = form == "host"
 
     def moments_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns the names of the moments that parameters of a group have."""
@@ -59,52 +50,39 @@ class PeerOptimiser(torch.optim.Optimizer):
         raise ValueError("the parameter is not one of this optimiser's")
 
     def read_moment(self, parameter: nn.Parameter, moment: str, out_N: Tensor, row: int | None = None) -> None:
-        """Copies a moment of a parameter, or of a row of it, to `out_N` in fp32; zeros if it has none.
+        """Copies a moment of a parameter, or of a row of it, to `out_N`; zeros if it has none.
 
-        `moment` is one of `moment_names`. Takes memory for one piece.
+        `moment` is one of `moment_names`.
         """
-        state, storage = self.state.get(parameter), self._storage(parameter)
-        if not state:
+        state = self.state.get(parameter)
+        if state:
+            out_N.copy_(_flat(state[moment], row))
+        else:
             out_N.zero_()
-            return
-        start = 0
-        for piece in storage.pieces(parameter, row):
-            values_N = storage.read(state, moment, piece)
-            out_N[start : start + len(values_N)].copy_(values_N)
-            start += len(values_N)
 
     def write_moment(self, parameter: nn.Parameter, moment: str, values_N: Tensor, row: int | None = None) -> None:
         """Overwrites a moment of a parameter, or of a row of it; what has no moments yet gets zeros first."""
-        state, storage = self._state_of(parameter), self._storage(parameter)
-        start = 0
-        for piece in storage.pieces(parameter, row):
-            size = piece.stop - piece.start
-            storage.write(state, moment, piece, values_N[start : start + size].to(state[moment].device))
-            start += size
+        _flat(self._state_of(parameter)[moment], row).copy_(values_N)
 
     def set_num_steps(self, parameter: nn.Parameter, num_steps: int) -> None:
-        """Sets how many steps the parameter has taken, for AdamW's bias correction and the noise of rounding."""
+        """Sets how many steps the parameter has taken, for AdamW's bias correction."""
         self._state_of(parameter)["step"].fill_(float(num_steps))
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         if not self.state.get(parameter):
-            zeros = self._storage(parameter).zeros(parameter, self.moment_names(parameter))
-            self.state[parameter] = {"step": torch.zeros((), device=self._step_device(parameter)), **zeros}
+            zeros = {moment: self._zeros(parameter) for moment in self.moment_names(parameter)}
+            # torch's fused step wants the count where the parameter is. In pieces it is read in every step, which must
+            # not wait for a GPU.
+            device = torch.device("cpu") if self._on_host else parameter.device
+            self.state[parameter] = {"step": torch.zeros((), device=device), **zeros}
         state: dict[str, Any] = self.state[parameter]
         return state
 
-    def _step_device(self, parameter: nn.Parameter) -> torch.device:
-        """Returns where the step count is: what reads it in every step must not wait for a GPU."""
-        return torch.device("cpu")
+    def _zeros(self, parameter: nn.Parameter) -> Tensor:
+        if self._on_host:  # pinned, so that a GPU copies while it computes
+            return torch.zeros(parameter.shape, dtype=torch.float32, pin_memory=torch.cuda.is_available())
+        return torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
 
-    def _storage(self, parameter: nn.Parameter) -> MomentStorage:
-        if self.form == "int8" and parameter.dim() > 1:
-            return EightBitStorage()
-        return Fp32Storage(torch.device("cpu") if self.form == "host" else parameter.device)
 
-    def _noise(self, device: torch.device, num_steps: int) -> Tensor:
-        """Returns the random numbers of a step, which all pieces share; a peer that resumes draws the same ones."""
-        if self.form != "int8":
-            return torch.empty(0, device=device)
-        generator = torch.Generator(device).manual_seed(num_steps)
-        return torch.rand(piece_elements(device), device=device, generator=generator)
+def _flat(moment: Tensor, row: int | None) -> Tensor:
+    return (moment if row is None else moment[row]).view(-1)

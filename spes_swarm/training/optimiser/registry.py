@@ -19,7 +19,7 @@ Groups = list[dict[str, Any]]
 
 
 def make_optimiser(model: SparseModel, training: TrainingConfig, *, form: str = "device") -> PeerOptimiser:
-    """Makes the optimiser of a run for a model; `form`, one of `moment_storage.FORMS`, says how moments are stored.
+    """Makes the optimiser of a run for a model; `form`, one of `moment_storage.FORMS`, says where the moments are.
 
     The model must be on its device. Pass the optimiser to `SparseModel.hold`.
     """

@@ -1,6 +1,6 @@
 """The state of an optimiser as arrays for a checkpoint: `PARAMETER/step`, and `PARAMETER/MOMENT` for each moment.
 
-They are in fp32, however the moments are stored.
+They do not depend on where the moments are.
 """
 
 from __future__ import annotations

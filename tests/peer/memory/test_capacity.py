@@ -106,8 +106,7 @@ def refusal(load: Workload, wanted: int | tuple[int, ...]) -> str:
         (1.36, 4, "--experts 1 --foreign-experts int8 would fit"),  # 896 + 216 - 7 * 26.4
         (1.29, 4, "--experts 1 --foreign-experts int4 would fit"),  # 896 + 216 - 7 * 30.9
         (0.90, 4, "--experts 1 --foreign-experts int4 would fit"),  # with nothing left
-        (0.85, 4, "--experts 1 --foreign-experts int8 --optimizer-states int8 would fit"),
-        (0.75, 4, "one expert, with the others in int4 and moments in int8, still needs 782.6 MB; use a machine with"),
+        (0.85, 4, "one expert, with the others in int4, still needs 895.4 MB; use a machine with more"),
     ],
 )
 def test_a_refusal_says_what_would_fit(
@@ -147,11 +146,11 @@ def test_a_gpu_and_the_machine_around_it_are_checked_each(monkeypatch: pytest.Mo
 def test_moments_in_host_memory_are_suggested_for_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     load = workload(LARGE, CUDA, "int4")
     with_free(monkeypatch, host=10 * GB, device=235 * M)
-    # 10 + 9 M weights of 8 bytes, and 63 M of 4.5 bits: 188 MB; moments in 8 bits would be 38 MB more.
+    # 10 + 9 M weights of 8 bytes, and 63 M of 4.5 bits: 188 MB.
     assert refusal(load, 2).endswith(": --experts 1 --optimizer-states host would fit")
     assert replace(load, optimizer_states="host").needed(1)[0] <= 235 * M
     with_free(monkeypatch, host=750 * M, device=235 * M)  # no room for them on the host
-    assert refusal(load, 2).endswith(": --experts 1 --optimizer-states int8 would fit")
+    assert ": one expert, with the others in int4 and moments in host memory, still needs " in refusal(load, 2)
 
 
 def test_ranks_count_in_the_memory_that_they_use() -> None:

@@ -16,7 +16,6 @@ from spes_swarm.model.sparse_model import SparseModel, build_model
 from spes_swarm.protocol.ownership.moment_rules import MomentLimits, check_moments, largest_ratio
 from spes_swarm.training.optimiser.adamw import PeerAdamW
 from spes_swarm.training.optimiser.expert_moments import WarmUp, read_moments, write_moments
-from spes_swarm.training.optimiser.moment_storage import MOMENTS
 from tests.helpers.swarm import TINY_RUN
 
 BETAS = (0.9, 0.95)
@@ -62,40 +61,17 @@ def test_moments_travel_bit_for_bit() -> None:
     train(taker, taken, 1)  # and AdamW takes them
 
 
-@pytest.mark.parametrize("form", ["int8", "host"])
-def test_moments_travel_in_fp32_between_peers_that_store_them_differently(form: str) -> None:
+def test_moments_travel_between_peers_that_store_them_in_different_places() -> None:
     giver, taker = model([1, 5]), model([0, 5])
-    given, taken = optimiser(giver, form), optimiser(taker)
+    given, taken = optimiser(giver, "host"), optimiser(taker)
     train(giver, given, 3)
     theirs, step = moments(giver, given, 5)
     write_moments(taken, taker, 5, theirs, step)
     assert moments(taker, taken, 5)[0].tobytes() == theirs.tobytes()
     back, back_step = moments(taker, taken, 5)
     write_moments(given, giver, 5, back, back_step)
-    np.testing.assert_allclose(moments(giver, given, 5)[0], theirs, rtol=1e-6)  # rounded once is enough
+    assert moments(giver, given, 5)[0].tobytes() == theirs.tobytes()
     train(giver, given, 1)
-
-
-def test_rounded_moments_are_accepted_although_rounding_can_make_them_impossible() -> None:
-    """Gradients that grow by b2 / b1 with each step lead to the bound, and half of them are rounded beyond it."""
-    giver = model([1, 5])
-    given = optimiser(giver, "int8")
-    for number in range(40):
-        for index, (_, parameter) in enumerate(giver.trainable_parameters()):
-            noise = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(index))
-            parameter.grad = noise * (BETAS[1] / BETAS[0]) ** number
-        given.step()
-    limits = MomentLimits(largest_ratio(*BETAS), np.inf)
-    stored = {}
-    for name, parameter in giver.trainable_parameters():
-        for kind in MOMENTS:
-            out_N = torch.empty(parameter.numel())
-            given.read_moment(parameter, kind, out_N)
-            stored[name, kind] = out_N.numpy()
-    name = "model.layers.0.mlp.experts.down_proj"
-    with pytest.raises(ProtocolError, match="impossible with its second moment"):
-        check_moments(np.concatenate([stored[name, kind] for kind in MOMENTS]), limits)
-    check_moments(moments(giver, given, 5)[0], limits)
 
 
 def test_an_optimiser_that_has_done_nothing_can_take_moments() -> None:

@@ -18,11 +18,10 @@ from spes_swarm.model.sparse_model import SparseModel, build_model
 from spes_swarm.protocol.ownership.moment_rules import MomentumLimit, check_moments
 from spes_swarm.training.optimiser import moment_storage
 from spes_swarm.training.optimiser.expert_moments import read_moments, write_moments
-from spes_swarm.training.optimiser.moment_storage import FORMS, MOMENTS, MOMENTUM, moment_bytes_per_weight
+from spes_swarm.training.optimiser.moment_storage import FORMS, MOMENTUM
 from spes_swarm.training.optimiser.muon import orthogonalise
 from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
 from spes_swarm.training.optimiser.registry import make_optimiser
-from spes_swarm.training.optimiser.rounding import BLOCK_ELEMENTS
 from spes_swarm.training.optimiser.saved_state import load_optimiser_arrays, optimiser_arrays
 from tests.helpers.swarm import TINY_RUN
 
@@ -74,8 +73,8 @@ def one_matrix(weight_AB: Tensor, gradients: Sequence[Tensor], rates: Sequence[f
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forces the stacks into several batches, and each matrix into several pieces."""
-    monkeypatch.setitem(moment_storage._PIECE_ELEMENTS, "cpu", 4 * BLOCK_ELEMENTS)
-    monkeypatch.setitem(moment_storage._BATCH_ELEMENTS, "cpu", 40 * BLOCK_ELEMENTS)
+    monkeypatch.setitem(moment_storage._PIECE_ELEMENTS, "cpu", 512)
+    monkeypatch.setitem(moment_storage._BATCH_ELEMENTS, "cpu", 5120)
 
 
 @pytest.mark.parametrize("form", ["device", "host"])
@@ -179,18 +178,6 @@ def test_stacks_are_orthogonalised_matrix_by_matrix_and_arguments_stay_as_they_a
     assert (others_MR < 1.25).all()
 
 
-@pytest.mark.usefixtures("small_batches")
-def test_steps_with_a_momentum_in_8_bits_are_near_those_in_fp32() -> None:
-    moved = {}
-    for form in ("device", "int8"):
-        model = tiny((1, 2, 5))
-        before = {name: parameter.detach().clone() for name, parameter in model.trainable_parameters()}
-        train(model, make_optimiser(model, TRAINING, form=form), range(5))
-        moved[form] = {name: parameter.detach() - before[name] for name, parameter in model.trainable_parameters()}
-    for name in (GATE_UP, DOWN):
-        assert (moved["int8"][name] - moved["device"][name]).norm() < 0.05 * moved["device"][name].norm()
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_the_momentum_of_experts_that_stay_follows_a_change_of_holdings(form: str) -> None:
     """Peers that drop and adopt other experts train the same one as a peer that has always held it alone."""
@@ -206,10 +193,9 @@ def test_the_momentum_of_experts_that_stay_follows_a_change_of_holdings(form: st
         assert bool(momentum_N.any()) == (expert == 2)
     for model, optimiser in zip((changed, steady), optimisers, strict=True):
         train(model, optimiser, [2])
-    tolerance = 1e-6 if form != "int8" else 2e-3  # the noise of rounding differs from row to row
     for name in (GATE_UP, DOWN):
         kept, alone = dict(changed.trainable_parameters())[name][1], dict(steady.trainable_parameters())[name][0]
-        torch.testing.assert_close(kept, alone, rtol=0, atol=tolerance)
+        torch.testing.assert_close(kept, alone, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -221,9 +207,7 @@ def test_a_matrix_has_one_moment_and_anything_else_has_two(form: str) -> None:
         is_matrix = any(part in name.split(".") for part in BY_MUON)
         state = optimiser.state[parameter]
         stored = sum(value.nbytes for key, value in state.items() if key != "step")
-        announced = moment_bytes_per_weight(form, MOMENTUM if is_matrix else MOMENTS)
-        if parameter.dim() > 1:  # vectors stay in fp32
-            assert stored == parameter.numel() * (announced.on_device + announced.on_host), name
+        assert stored == (4 if is_matrix else 8) * parameter.numel(), name
 
 
 def test_experts_travel_with_one_moment_and_the_longest_possible_one_is_accepted() -> None:
@@ -244,7 +228,7 @@ def test_experts_travel_with_one_moment_and_the_longest_possible_one_is_accepted
     assert np.linalg.norm(theirs_N) == pytest.approx(TRAINING.max_grad_norm, rel=1e-3)
     check_moments(theirs_N, limit)
     with pytest.raises(ProtocolError, match="impossible with gradients clipped to max_grad_norm"):
-        check_moments(1.2 * theirs_N, limit)
+        check_moments(1.02 * theirs_N, limit)
     write_moments(taken, taker, 5, theirs_N, 150)
     assert read_moments(taken, taker, 5, mine_N) == 150
     assert mine_N.tobytes() == theirs_N.tobytes()
