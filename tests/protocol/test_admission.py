@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from itertools import permutations
 from typing import Any
@@ -168,24 +167,6 @@ def test_a_grant_with_impossible_terms_admits_nobody(grant: dict[str, Any]) -> N
     payload = msgpack.packb(grant, use_bin_type=True)
     signature = FOUNDER.sign(b"spes_swarm\0grant\0run-1\0" + bytes(32) + b"\0" + payload)
     refused("schema", lambda: open_chain([[payload, signature]], RUN, KEY))
-
-
-def test_changed_bytes_admit_nobody() -> None:
-    chain = random.Random(1)
-    good = invitation(made(may_invite=True), name="Ada", experts=2).admit("peer-a")
-    opened = 0
-    for _ in range(1000):
-        data = bytearray(good)
-        for _ in range(chain.randint(1, 3)):
-            data[chain.randrange(len(data))] ^= chain.randint(1, 255)
-        if chain.random() < 0.2:
-            data = data[: chain.randrange(len(data))]
-        try:
-            open_admission(bytes(data), "peer-a", RUN, KEY)
-            opened += bytes(data) != good
-        except ProtocolError:
-            pass
-    assert opened == 0
 
 
 # Members.
@@ -444,18 +425,7 @@ def test_one_act_has_one_encoding() -> None:
     refused("malformed", lambda: open_admission(b"\xdc\0\2" + admission[1:], "a", RUN, KEY))
 
 
-def test_garbage_is_no_act() -> None:
-    chance = random.Random(2)
-    good = [
-        acts.use("a", invitation(uses=1).admit("a")),
-        revocation(made(may_invite=True), peer="c"),
-        acts.allow(extend(None, FOUNDER, RUN, Grant(peer="d"))),
-    ]
-    for _ in range(1000):
-        data = bytearray(chance.choice(good))
-        data[chance.randrange(len(data))] ^= chance.randint(1, 255)
-        with pytest.raises(ProtocolError):
-            acts.open_act(bytes(data), RUN, KEY)
+def test_other_content_is_no_act() -> None:
     for other in (b"", b"\xc0", msgpack.packb(["use", "a"]), msgpack.packb({"allow": []}), b"\x91" * 50):
         with pytest.raises(ProtocolError):
             acts.open_act(other, RUN, KEY)

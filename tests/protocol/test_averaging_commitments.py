@@ -10,7 +10,6 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.testing.mutation import garbage, mutated
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging.commitments import (
     CONTRIBUTION,
@@ -27,6 +26,7 @@ from spes_swarm.protocol.averaging.commitments import (
     batches,
     leaf_of,
 )
+from tests.helpers.mutation import garbage, mutated
 from tests.helpers.rounds import identity
 from tests.helpers.signed_exchange import EXCHANGE, RUN_ID, member
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from scripts.testing.mutation import garbage, mutated
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging import proof as proof_module
 from spes_swarm.protocol.averaging.commitments import CONTRIBUTION, RESULT, Commitment, Opening
@@ -26,11 +25,20 @@ from spes_swarm.protocol.averaging.proof import (
 )
 from spes_swarm.protocol.averaging.signed_result import SignedResult, contribution_leaf, head_of
 from spes_swarm.protocol.consensus.codec import CODECS, get_codec
-from tests.helpers.signed_exchange import EXCHANGE, RUN_ID, Reduced, hold_exchange, member
+from tests.helpers.mutation import garbage, mutated
+from tests.helpers.signed_exchange import EXCHANGE, RUN_ID, Lie, Reduced, differences, hold_exchange, member
 
 
 def flip(mean_N: np.ndarray) -> np.ndarray:
     return -mean_N
+
+
+def lengthen(mean_N: np.ndarray) -> np.ndarray:
+    return mean_N * np.float32(1.1)
+
+
+def make_up(mean_N: np.ndarray) -> np.ndarray:
+    return differences(np.random.default_rng(99), 1, len(mean_N))[0]
 
 
 def exchange(seed: int = 0, **settings: Any) -> Reduced:
@@ -87,10 +95,11 @@ def test_a_proof_says_who_lied_where_and_how(kind: str, what: str) -> None:
     assert open_proof(data) == expected
 
 
+@pytest.mark.parametrize("lie", [flip, lengthen, make_up])
 @pytest.mark.parametrize("codec", sorted(CODECS))
-def test_a_wrong_result_is_proven_in_all_codecs(codec: str) -> None:
+def test_a_wrong_result_is_proven_in_all_codecs(codec: str, lie: Lie) -> None:
     for seed in range(5):
-        lying = exchange(seed, codec=codec, result_codec=codec, lie=flip)
+        lying = exchange(seed, codec=codec, result_codec=codec, lie=lie)
         assert open_proof(lying.wrong_result()).culprit == member(0).peer_id
         refused(exchange(seed, codec=codec, result_codec=codec).wrong_result(), "proof: the result follows")
 

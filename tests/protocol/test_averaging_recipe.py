@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from scripts.testing.mutation import mutated
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.decoding import unpack
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging.recipe import Recipe, Share, fault_of, mean
 from spes_swarm.protocol.consensus.codec import CODECS, get_codec
+from tests.helpers.mutation import mutated
 from tests.helpers.signed_exchange import differences, hold_exchange
 
 CODEC_NAMES = sorted(CODECS)

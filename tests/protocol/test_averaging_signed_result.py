@@ -11,7 +11,6 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.testing.mutation import garbage, mutated
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging import signed_result
 from spes_swarm.protocol.averaging.commitments import Commitment, Opening
@@ -23,6 +22,7 @@ from spes_swarm.protocol.averaging.signed_result import (
     encode,
     head_of,
 )
+from tests.helpers.mutation import garbage, mutated
 from tests.helpers.signed_exchange import hold_exchange
 
 digests = st.binary(min_size=32, max_size=32)
