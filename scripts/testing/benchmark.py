@@ -76,8 +76,3 @@ def status_bytes(key: str, process_id: int | None = None) -> int:
     if match is None and process_id is None:
         raise UserError(f"this kernel does not report {key}")
     return 1024 * int(match[1]) if match else 0
-
-
-def reset_peak() -> None:
-    """Resets VmHWM of this process to its current resident size."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc_pid_clear_refs(5)

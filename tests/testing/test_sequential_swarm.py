@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -15,7 +10,6 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
 from tests.helpers.lone_trainer import run_config
-from tests.helpers.repository import ROOT
 
 HALVES = [range(4), range(4, 8)]
 
@@ -111,29 +105,3 @@ def test_the_form_of_others_experts_changes_what_is_learned(stream: TokenStream)
     assert exact.peers[0].eval_loss() == pytest.approx(exact.reference_loss(), rel=1e-6)
     assert rounded.peers[0].eval_loss() != pytest.approx(rounded.reference_loss(), rel=1e-6)
     assert rounded.reference_loss() == pytest.approx(exact.reference_loss(), rel=0.02)
-
-
-@pytest.mark.slow
-def test_the_benchmark_of_forms_writes_every_run(tmp_path: Path, text: Path) -> None:
-    result = tmp_path / "foreign.json"
-    arguments = {
-        "--data": text,
-        "--steps": 4,
-        "--inner-steps": 2,
-        "--seeds": 1,
-        "--batch-size": 1,
-        "--sequence-length": 32,
-        "--eval-sequences": 8,
-        "--json": result,
-    }
-    command = [sys.executable, "scripts/bench_foreign.py", *(str(each) for pair in arguments.items() for each in pair)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    outcomes = {outcome["arm"]: outcome for outcome in json.loads(result.read_text(encoding="utf-8"))["outcomes"]}
-    assert set(outcomes) == {"fp32", "bf16", "int8", "int4", "ulp"}
-    assert len({outcome["digest"] for outcome in outcomes.values()}) == 5  # each arm trains differently
-    for arm, outcome in outcomes.items():
-        assert outcome["loss"] == pytest.approx(outcomes["fp32"]["loss"], rel=0.02), arm
-    table = done.stdout.splitlines()
-    assert table[-5].split()[:2] == ["mean", "fp32"]
-    assert table[-5].split()[3] == "+0.000%"

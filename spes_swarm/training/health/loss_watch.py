@@ -31,7 +31,7 @@ _MIN_LEVELS, _MIN_TRIMMED_LEVELS = 4, 8
 _BAD_STEPS = 3  # of a window with NaN or infinite values that blame the commit; mixed precision skips single ones
 _CREEP_WINDOWS = 10  # on either side when a slow rise is looked for
 # Standard errors that a rise must exceed. Of 13,702 honest windows 0.07 % did, those of most peers never at once:
-# scripts/bench_verdicts.py.
+# scripts/bench_verdicts.py in commit 51a6e5a.
 _CHANCE = 3.5
 _EVALUATION_CHANCE = 4.0  # all peers measure the same text, so that their errors agree
 _MARGIN = 0.02  # share of the loss that a rise must exceed, however certain it is
