@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import subprocess
 import sys
 import time
@@ -34,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from scripts.testing.benchmark import SIZES, quickstart_run
+from scripts.testing.benchmark import SIZES, Row, quickstart_run, save, shown
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.file import load_config
 from spes_swarm.config.run import RunConfig
@@ -53,7 +52,6 @@ from spes_swarm.training.throughput import peak_flops
 ROOT = Path(__file__).resolve().parent.parent
 LAST_START_S = 420.0  # a check that would begin later is left out
 WARM_UP, REPEATS = 2, 5
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,32 +375,15 @@ def carry_out(device: torch.device, options: argparse.Namespace) -> dict[str, Ro
         seconds = time.monotonic() - begun
         results[name] = {"rows": rows, "seconds": seconds} | ({} if error is None else {"error": error})
         print(f"  {error or 'passed'} ({seconds:.1f} s)", flush=True)
-        save(device, options, results)
+        # What is known so far: a lent machine may be gone before the last check.
+        content = {"device": device_name(device), "torch": torch.__version__, "quick": options.quick, "checks": results}
+        save(options.json, content)
     return results
-
-
-def save(device: torch.device, options: argparse.Namespace, results: dict[str, Row]) -> None:
-    """Writes what is known so far: a lent machine may be gone before the last check."""
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "device": device_name(device),
-        "torch": torch.__version__,
-        "quick": options.quick,
-        "checks": results,
-    }
-    options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def device_name(device: torch.device) -> str:
     """Returns what the driver calls a GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def shown(value: object) -> str:
-    """Formats a value of a row."""
-    if value is None:
-        return "-"
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def main() -> int:
