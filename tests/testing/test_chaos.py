@@ -22,13 +22,9 @@ from scripts.testing.chaos.report import (
     UndisturbedRounds,
     compare_digests,
     describe,
-    fault_table,
     phase_at,
-    rounds_lost,
     seconds_lost,
-    to_json,
     totals,
-    totals_table,
 )
 from scripts.testing.chaos.schedule import (
     ENDING,
@@ -278,27 +274,6 @@ def test_what_else_fails_the_experiment() -> None:
         "digests of rounds (1,) still differed at the next commit"
     ]
     assert totals(quick, [], PACE).failures() == ["no digests were compared"]
-
-
-def test_a_fault_that_the_swarm_never_got_over_counts_for_no_time() -> None:
-    hung = outcome_of(1, Kind.CUT, 1.0, Problem("hang", "for ever"))
-    hung.commits, hung.together_s = [], None
-    outcomes = [hung, outcome_of(2, Kind.KILL, 2.0)]
-    assert totals(outcomes, GOOD, PACE).median_rounds_lost == rounds_lost(outcomes[1], PACE) == 0.5
-    assert "cut" not in fault_table(outcomes, PACE)
-    assert json.loads(json.dumps(to_json(hung, PACE)))["together_s"] is None
-
-
-def test_tables_are_markdown() -> None:
-    outcomes = [outcome_of(number, Kind.KILL, float(number)) for number in range(1, 12)]
-    lines = fault_table([*outcomes, outcome_of(12, Kind.STOP, 8.0)], PACE).splitlines()[2:]
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["kill", "stop", "all"]
-    cells = [cell.strip() for cell in lines[2].split("|")[1:-1]]
-    assert cells == ["kill", "11", "6.0 / 10.0 / 11.0", "6.0 / 10.0 / 11.0", "1.50 / 2.50 / 2.75", "5.0 / 5.0 / 5.0"]
-    assert len({len(line) for line in lines}) == 1
-    table = totals_table(totals(outcomes, GOOD, PACE))
-    assert "| faults injected " in table
-    assert "11" in table
 
 
 @pytest.mark.parametrize(

@@ -435,6 +435,7 @@ def test_the_command_writes_table_and_figures(tmp_path: Path, text: Path) -> Non
         assert (results / "study" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", ["study", "worker"])
 def test_the_workers_of_a_killed_study_end(tmp_path: Path, text: Path, killed: str) -> None:
     path = study_file(tmp_path, {"short": {}, "long": {"steps": 100_000}, "longer": {"steps": 100_001}}, seeds=[0])
