@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted({path.parent for path in MODULES if path.parent.name != "tasks"})  # data of the evaluation
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 MAX_MODULES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 15, 500, 60
+
+_PRIVATE_PART = re.compile(r"httpx|huggingface_hub\.(.*\.)?_")
 
 _IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -95,4 +98,16 @@ def test_no_module_imports_a_test_module() -> None:
                 imported = [f"{parent}.{alias.name}" for alias in node.names]
                 if any(part.startswith("test_") for name in imported for part in name.split(".")):
                     found.append(f"{path}:{node.lineno} {imported[0]}")
+    assert not found
+
+
+def test_the_hub_is_reached_through_the_public_interface_of_its_library() -> None:
+    """The HTTP library below it changed with its version 2, and may change again."""
+    found: list[str] = []
+    for path in (*MODULES, *TESTS):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                parent = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                names = [f"{parent}{alias.name}" for alias in node.names]
+                found += [f"{path}:{node.lineno} {name}" for name in names if _PRIVATE_PART.match(name)]
     assert not found

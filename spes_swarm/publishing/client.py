@@ -14,13 +14,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Final, TypeVar
 
-import httpx2
-from huggingface_hub import HfApi, constants, get_token, set_client_factory
+from huggingface_hub import HfApi, constants, get_session, get_token, is_offline_mode, set_client_factory
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -29,20 +28,23 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # exported lazily
-from huggingface_hub.utils._http import default_client_factory
+from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported lazily
+    disable_progress_bars,
+    httpx,
+    is_package_available,
+)
 
 from spes_swarm.base.errors import HubError
 from spes_swarm.base.log import divert
 from spes_swarm.base.rate_limit import RateLimit
 
-TIMEOUT = httpx2.Timeout(60.0, connect=15.0)  # per read and write, not per transfer
+TIMEOUT = httpx.Timeout(60.0, connect=15.0)  # per read and write, not per transfer
 ATTEMPTS: Final = 5
 FIRST_PAUSE_S: Final = 1.0
 LONGEST_PAUSE_S: Final = 30.0
 LONGEST_RETRY_AFTER_S: Final = 900.0  # if the Hub asks for a longer wait, the call fails
 # A check at the start of a session does not wait long: the Hub is not needed yet.
-QUICK: Final = httpx2.Timeout(10.0)
+QUICK: Final = httpx.Timeout(10.0)
 _TRANSIENT: Final = frozenset({408, 429, 500, 502, 503, 504})
 _OFFICIAL: Final = frozenset({"https://huggingface.co", "https://hf.co"})
 
@@ -50,7 +52,7 @@ AGAIN: Final = "run the command again to continue"  # advice where nothing else 
 
 T = TypeVar("T")
 # What the library raises for failed requests; it wraps errors of its threads in RuntimeError.
-FAILURES = (httpx2.TransportError, HfHubHTTPError, json.JSONDecodeError, RuntimeError)
+FAILURES = (httpx.TransportError, HfHubHTTPError, json.JSONDecodeError, RuntimeError)
 
 
 class Traffic:
@@ -74,8 +76,8 @@ class Traffic:
             self.bytes_sent += count
 
 
-class _Counted(httpx2.SyncByteStream):
-    def __init__(self, stream: httpx2.SyncByteStream, traffic: Traffic) -> None:
+class _Counted(httpx.SyncByteStream):
+    def __init__(self, stream: httpx.SyncByteStream, traffic: Traffic) -> None:
         self._stream = stream
         self._traffic = traffic
 
@@ -92,16 +94,13 @@ class _Counted(httpx2.SyncByteStream):
 TRAFFIC: Final = Traffic()
 
 
-def _make_client(timeout: httpx2.Timeout) -> httpx2.Client:
-    client = default_client_factory()
-    client.timeout = timeout
+def _count(request: httpx.Request) -> None:
+    if isinstance(request.stream, httpx.SyncByteStream):
+        request.stream = _Counted(request.stream, TRAFFIC)
 
-    def count(request: httpx2.Request) -> None:
-        if isinstance(request.stream, httpx2.SyncByteStream):
-            request.stream = _Counted(request.stream, TRAFFIC)
 
-    client.event_hooks["request"].append(count)
-    return client
+def _make_client(timeout: httpx.Timeout, hooks: Sequence[Callable[[httpx.Request], object]]) -> httpx.Client:
+    return httpx.Client(event_hooks={"request": [*hooks, _count]}, follow_redirects=True, timeout=timeout)
 
 
 def limit_upload(mbps: float) -> None:
@@ -118,14 +117,14 @@ def endpoint() -> str:
 
 def uses_xet() -> bool:
     """Returns True if weights are sent by Xet, and thus not counted."""
-    from huggingface_hub.utils._runtime import is_xet_available
-
-    return bool(is_xet_available())
+    return not constants.HF_HUB_DISABLE_XET and bool(is_package_available("hf_xet"))
 
 
-def hub_api(timeout: httpx2.Timeout | None = None) -> HfApi:
+def hub_api(timeout: httpx.Timeout | None = None) -> HfApi:
     """Configures the library for this process and returns its API object; contacts no server."""
-    set_client_factory(partial(_make_client, timeout or TIMEOUT))
+    # The library's own hooks keep requests from being sent with HF_HUB_OFFLINE, and count downloads for the Hub.
+    hooks = [hook for hook in get_session().event_hooks["request"] if hook is not _count]
+    set_client_factory(partial(_make_client, timeout or TIMEOUT, hooks))
     disable_progress_bars()
     divert("huggingface_hub")
     if "HF_HUB_DISABLE_XET" not in os.environ:
@@ -169,14 +168,14 @@ def is_passing(exc: BaseException | None) -> bool:
     exc = None if exc is None else root_of(exc)
     if isinstance(exc, HfHubHTTPError):
         return exc.response.status_code in _TRANSIENT
-    return isinstance(exc, httpx2.TransportError | json.JSONDecodeError)
+    return isinstance(exc, httpx.TransportError | json.JSONDecodeError)
 
 
 def _pause_after(exc: BaseException, attempt: int) -> float | None:
     """Returns seconds, None if another attempt will not help."""
     exc = root_of(exc)
     backoff_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)
-    if isinstance(exc, httpx2.TransportError | json.JSONDecodeError):
+    if isinstance(exc, httpx.TransportError | json.JSONDecodeError):
         return backoff_s
     if not isinstance(exc, HfHubHTTPError) or exc.response.status_code not in _TRANSIENT:
         return None
@@ -201,7 +200,7 @@ def check_access(label: str) -> None:
         HubError: there is no token, or the Hub must not be contacted.
     """
     with translate_hub_errors(label):
-        if constants.is_offline_mode():
+        if is_offline_mode():
             raise OfflineModeIsEnabled
         if get_token() is None:
             raise LocalTokenNotFoundError
@@ -216,7 +215,7 @@ def translate_hub_errors(label: str) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError, ValueError, httpx2.HTTPError) as exc:
+    except (OSError, RuntimeError, ValueError, httpx.HTTPError) as exc:
         raise HubError(_meaning(root_of(exc), label)) from exc
 
 
@@ -228,9 +227,9 @@ def _meaning(exc: BaseException, label: str) -> str:
         return f"{label}: HF_HUB_OFFLINE is set; unset it to reach the Hub"
     if isinstance(exc, HfHubHTTPError):
         return _meaning_of_status(exc, label)
-    if isinstance(exc, httpx2.TimeoutException):
+    if isinstance(exc, httpx.TimeoutException):
         return f"{label}: the Hub does not answer in time; {AGAIN}"
-    if isinstance(exc, httpx2.HTTPError):
+    if isinstance(exc, httpx.HTTPError):
         return f"{label}: the connection to the Hub failed ({type(exc).__name__}); {AGAIN}"
     if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{label}: this machine's disk is full"

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx2
 from huggingface_hub import HfApi, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import (  # type: ignore[attr-defined]  # exported lazily
     build_hf_headers,
     hf_raise_for_status,
     http_stream_backoff,
+    httpx,
 )
 
 from spes_swarm.base.errors import PublicationError
@@ -98,7 +98,7 @@ def read_publication(repo_id: str, commit: str) -> Publication | None:
 
     Raises:
         PublicationError: it is invalid.
-        HfHubHTTPError, httpx2.HTTPError: it cannot be read.
+        HfHubHTTPError, httpx.HTTPError: it cannot be read.
     """
     try:
         with _get(repo_id, commit, PUBLICATION_FILE) as response:
@@ -121,12 +121,12 @@ def _read_range(repo_id: str, commit: str, name: str, begin: int, end: int) -> b
             return None
         data = _body(response, end - begin)
     if len(data) != end - begin:
-        raise httpx2.RemoteProtocolError(f"received {len(data)} bytes instead of {end - begin}")
+        raise httpx.RemoteProtocolError(f"received {len(data)} bytes instead of {end - begin}")
     return data
 
 
 @contextmanager
-def _get(repo_id: str, commit: str, name: str, headers: dict[str, str] | None = None) -> Iterator[httpx2.Response]:
+def _get(repo_id: str, commit: str, name: str, headers: dict[str, str] | None = None) -> Iterator[httpx.Response]:
     """Requests a file; raises the library's error if the server refuses it."""
     url = hf_hub_url(repo_id, name, revision=commit, endpoint=endpoint())
     every = {**build_hf_headers(library_name="spes_swarm"), "Accept-Encoding": "identity", **(headers or {})}
@@ -135,7 +135,7 @@ def _get(repo_id: str, commit: str, name: str, headers: dict[str, str] | None = 
         yield response
 
 
-def _body(response: httpx2.Response, most_bytes: int) -> bytes:
+def _body(response: httpx.Response, most_bytes: int) -> bytes:
     """Returns the content of an answer; stops reading once it is longer than `most_bytes`."""
     data = bytearray()
     for piece in response.iter_bytes():

@@ -7,9 +7,9 @@ import os
 import signal
 from pathlib import Path
 
-import httpx2
 import numpy as np
 import pytest
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # exported lazily
 
 from spes_swarm.base.errors import HubError, PublicationError, SupersededError
 from spes_swarm.publishing import client
@@ -345,7 +345,7 @@ def test_a_disk_that_is_too_small_for_what_is_read(
 
 
 def test_a_hub_that_does_not_answer_is_asked_again(hub: HubServer, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "TIMEOUT", httpx2.Timeout(2.0))
+    monkeypatch.setattr(client, "TIMEOUT", httpx.Timeout(2.0))
     hub.fail_next("hold", match="/api/whoami-v2", fraction=0.0)
     RepositoryTarget(name).check_rights()  # the second attempt is answered
     hub.wait_held()

@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx2
 import pytest
+from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # exported lazily
 
 from spes_swarm.base.errors import HubError, PublicationError
 from spes_swarm.publishing import repository
@@ -125,7 +125,7 @@ def test_a_hub_out_of_reach_refuses_nothing_at_the_start(name: str, monkeypatch:
 def test_a_hub_that_does_not_answer_is_not_waited_for(
     hub: HubServer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repository, "QUICK", httpx2.Timeout(1.0))
+    monkeypatch.setattr(repository, "QUICK", httpx.Timeout(1.0))
     hub.fail_next("hold", match="/api/whoami-v2", fraction=0.0)
     assert check_target(name, "any-run") == f"{name}: the Hub does not answer in time"
     hub.wait_held()

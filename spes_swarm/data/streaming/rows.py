@@ -118,12 +118,11 @@ def is_transient(error: BaseException) -> bool:
 
     `datasets` wraps errors in its own types. An OSError from a decoder has no errno.
     """
-    import httpx2
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # exported lazily
 
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, ConnectionError | TimeoutError | httpx2.HTTPError | HfHubHTTPError):
+        if isinstance(seen, ConnectionError | TimeoutError | httpx.HTTPError):
             return True
         if isinstance(seen, OSError) and seen.errno is not None:
             return True
