@@ -59,6 +59,34 @@ def copy_repository(destination: Path) -> None:
         target.write_bytes((ROOT / name).read_bytes())
 
 
+_PEER = "/ip4/192.0.2.1/tcp/1/p2p/QmcGbWygcjpFFa1Tmx6LRxgVbKtWvyn5nMKmaQJ8hKAzY7"
+# What the extra `monitor` installs. With this as sitecustomize.py on its path, a process and its children lack it.
+_WITHOUT_MONITOR = """
+import importlib.abc, sys
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in ("prometheus_client", "starlette", "uvicorn"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+_IMPORT_ALL_BUT_THE_PAGE = """
+import importlib, pkgutil, spes_swarm
+page = ("spes_swarm.monitor.views.web", "spes_swarm.monitor.views.prometheus")
+names = {module.name for module in pkgutil.walk_packages(spes_swarm.__path__, "spes_swarm.", lambda name: None)}
+for name in sorted(name for name in names if not name.startswith(page)):
+    importlib.import_module(name)
+"""
+
+
+@pytest.mark.slow
+def test_only_the_page_of_the_monitor_needs_its_extra() -> None:
+    code = f"{_WITHOUT_MONITOR}\n{_IMPORT_ALL_BUT_THE_PAGE}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_in_the_folder_that_holds_a_clone_the_package_is_imported_and_not_the_clone(tmp_path: Path) -> None:
     clone, site = tmp_path / "spes_swarm", tmp_path / "site"
@@ -85,6 +113,7 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
+    (unpacked / "sitecustomize.py").write_text(_WITHOUT_MONITOR, encoding="utf-8")
     empty.mkdir()
     join = [sys.executable, "-P", "-m", "spes_swarm.join", "--max-rounds", "1", "--num-threads", "1"]
     # PYTHONPATH comes before site-packages, where the repository itself is installed for development.
@@ -100,6 +129,11 @@ def test_a_wheel_works_in_an_empty_folder(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "round 1: 1 peer, " in done.stdout
     assert (empty / "runs" / "peer" / "metrics.jsonl").exists()
+    monitor = [sys.executable, "-P", "-m", "spes_swarm.monitor", "--initial-peers", _PEER, "--web", "127.0.0.1:0"]
+    done = subprocess.run(monitor, cwd=empty, env=environment, capture_output=True, text=True, timeout=600)
+    needed = "starlette, uvicorn and prometheus-client"
+    assert done.stderr == f"monitor: --web needs {needed}: pip install 'spes-swarm[monitor]'\n"
+    assert done.returncode == 2
     (empty / "text.txt").write_text("spam", encoding="utf-8")
     for command in (["tokenize", "text.txt", "--output", "tokens"], ["evaluate", "--help"], ["upcycle", "--help"]):
         module = f"spes_swarm.{command[0]}"

@@ -243,8 +243,11 @@ def _listen(options: Options) -> AbstractContextManager[socket.socket | None]:
     """Binds the page's address before any slow step; browsers wait until the page is served."""
     if options.web is None:
         return nullcontext()
-    from spes_swarm.monitor.views.web import listen
-
+    try:
+        from spes_swarm.monitor.views.web import listen
+    except ImportError as exc:
+        needed = "starlette, uvicorn and prometheus-client"
+        raise UserError(f"--web needs {needed}: pip install 'spes-swarm[monitor]'") from exc
     return listen(*options.web)
 
 
