@@ -50,11 +50,10 @@ def export_model(
     check_is_new(Path(destination))
     RunDirectory(Path(output_dir)).require_run()
     # Everything below imports torch and transformers, which takes seconds.
-    from spes_swarm.publishing.pack import facts_of, pack
-    from spes_swarm.publishing.snapshot import newest_snapshot
+    from spes_swarm.publishing.export import export, newest_snapshot
 
     snapshot = newest_snapshot(Path(output_dir), on_skipped=on_skipped)
-    return pack(snapshot, Path(destination), facts_of(snapshot, Path(output_dir)), max_shard_size)
+    return export(snapshot, Path(output_dir), Path(destination), max_shard_size=max_shard_size)
 
 
 def main(arguments: list[str] | None = None) -> int:

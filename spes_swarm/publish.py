@@ -97,7 +97,7 @@ def _discreet(message: str, options: argparse.Namespace) -> str:
     """Returns the message without paths and tokens, whatever their source: a supervisor may log or forward it."""
     from huggingface_hub import get_token
 
-    from spes_swarm.publishing.location import parse_location
+    from spes_swarm.publishing.target import parse_location
 
     location = parse_location(options.to) if options.to.startswith("file:") and options.to != "file:" else None
     secrets: list[tuple[str, str]] = [(get_token() or "", "(token)")]

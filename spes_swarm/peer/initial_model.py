@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import close_session, hf_hub_download
+from huggingface_hub import close_session
 
 from spes_swarm.base.errors import CheckpointError, ConfigError, HubError
 from spes_swarm.base.user_paths import refuse_lfs_pointer
@@ -33,8 +33,8 @@ from spes_swarm.model.initial_weights import (
 )
 from spes_swarm.model.saved_tensors import saved_tensors
 from spes_swarm.model.sparse_model import build_model, layout_of
-from spes_swarm.publishing.client import endpoint, hub_api, patiently, translate_hub_errors
-from spes_swarm.publishing.location import Location, parse_model
+from spes_swarm.publishing.client import hub_api, patiently, translate_hub_errors
+from spes_swarm.publishing.target import Location, parse_model
 
 # What describes a model on the Hub; anything else, code above all, stays there.
 _DESCRIPTION_FILES = frozenset({CONFIG_FILE, *TOKENIZER_FILES})
@@ -200,17 +200,15 @@ class _Repository:
 
     def fetch(self, names: Sequence[str]) -> Path:
         """Fetches files into the library's cache; returns their directory, which has links to them."""
+        download = hub_api().hf_hub_download
         with translate_hub_errors(self.repo_id):
             for name in names:
                 if name not in self.files:
                     raise CheckpointError(f"{self.repo_id}: {name} is missing at commit {self.commit[:7]}")
-                path = patiently(partial(self._download, name))
+                path = patiently(partial(download, self.repo_id, name, revision=self.commit))
             # The session that follows forks, and a child must not share an open connection.
             close_session()
         return Path(path).parent
-
-    def _download(self, name: str) -> str:
-        return str(hf_hub_download(self.repo_id, name, revision=self.commit, endpoint=endpoint()))
 
 
 def _is_plain_bytes(tokenizer: Tokenizer) -> bool:

@@ -15,7 +15,7 @@ from spes_swarm.config.file import RawConfigFile, continued_config_path, default
 from spes_swarm.config.model_size import MAX_EXPERTS
 from spes_swarm.config.peer import PeerConfig, override
 from spes_swarm.config.run import RunConfig
-from spes_swarm.publishing.location import parse_location
+from spes_swarm.publishing.target import parse_location
 from spes_swarm.storage.invitations import own_invitation
 from spes_swarm.storage.run_directory import RunDirectory
 

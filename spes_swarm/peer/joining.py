@@ -41,8 +41,8 @@ from spes_swarm.port.messages import Presence, RunSettings
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import State
 from spes_swarm.publishing.background import Publishing
-from spes_swarm.publishing.location import parse_location
-from spes_swarm.publishing.target import check_target
+from spes_swarm.publishing.publisher import check_target
+from spes_swarm.publishing.target import parse_location
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory
 from spes_swarm.training.ranks.group import RankGroup
@@ -482,10 +482,12 @@ class Joining:
 
     def _publishing(self) -> Publishing | None:
         context = self._context
-        return Publishing.wanted_by(
-            self._peer,
+        if self._peer.publish_to is None:
+            return None
+        return Publishing(
             context.network,
             context.metrics,
+            peer=self._peer,
             output_dir=context.directory.path,
             run_id=self.manifest.run_id,
             peer_id=context.identity.peer_id,

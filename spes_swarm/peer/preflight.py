@@ -23,7 +23,7 @@ from spes_swarm.data.corpus import check_source
 from spes_swarm.peer.join_request import check_peer, founds_run
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.publishing.location import parse_location, parse_model
+from spes_swarm.publishing.target import parse_location, parse_model
 from spes_swarm.storage.checkpoint import last_peer
 from spes_swarm.storage.run_directory import RunDirectory, locked_identity
 from spes_swarm.storage.trackers import check_tracker

@@ -121,15 +121,16 @@ class StartingPoint:
         """Starts from the publication, as no peer has a newer reference."""
         started = time.monotonic()
         try:
-            loaded = source.load(reference_N)
+            source.load(reference_N)
         except PublicationError as exc:
             raise PublicationError(f"{exc}; {another_revision(self.peer.from_hub)}") from exc
         seconds = time.monotonic() - started
+        loaded = source.publication
         self.metrics.write(events.FromHub(round=loaded.round, digest=loaded.digest, seconds=seconds))
         self.console.say(f"round {loaded.round}: {reference_N.nbytes / 1e6:.1f} MB in {seconds:.1f} s, verified")
         return _Filled(
             round=loaded.round,
-            versions=loaded.versions,
+            versions=tuple(loaded.versions),
             lineage=Lineage({}),
             swarm_tokens=loaded.tokens or 0,
             digest=loaded.digest,
@@ -165,15 +166,15 @@ class StartingPoint:
         problem: str | None = None
         try:
             layout = source.layout
-            for loaded in source.blocks(i for i in same if not _has(kept, layout.blocks[i], table)):
-                block = layout.blocks[loaded.index]
+            for index, values_N in source.blocks(i for i in same if not _has(kept, layout.blocks[i], table)):
+                block = layout.blocks[index]
                 for chunk in chunks_of(block):
-                    kept.write(chunk, loaded.values_N[chunk.start - block.start :][: chunk.size])
+                    kept.write(chunk, values_N[chunk.start - block.start :][: chunk.size])
                 problem = kept.error
                 if problem is not None:
                     break
-                fetched.append(loaded.index)
-                payload_bytes += loaded.values_N.nbytes
+                fetched.append(index)
+                payload_bytes += values_N.nbytes
                 if self.stop.is_set():
                     raise LeftEarlyError("stopped while joining")
         except (HubError, PublicationError) as exc:  # peers have these blocks, too

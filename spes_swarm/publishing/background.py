@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 from spes_swarm.base import log
 from spes_swarm.base.lifetime import die_with_parent
@@ -42,22 +42,16 @@ _MAX_OUTPUT = 64 * 1024
 
 @dataclass(eq=False)
 class Publishing:
-    """Publishes the model to USER/REPO or file:DIRECTORY every so many rounds, of which the newest `keep` (None: all)
-    remain readable by name. `upload_mbps` is part of the bandwidth that rounds need as well.
-    """
+    """Publishes the model to `peer.publish_to` every `peer.publish_every` rounds."""
 
     network: Port  # announces this volunteer, and provides the view of the others
     metrics: Metrics  # gets `publish` events, and `fault` events of the kind `publish`
     _: KW_ONLY
+    peer: PeerConfig
     output_dir: Path
     run_id: str
     peer_id: str
-    target: str
-    every: int
-    keep: int | None
-    upload_mbps: float
     say: Callable[[str], None]
-    log_level: str = "info"
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _saving: tuple[int, Future[Written]] | None = field(default=None, init=False)  # the round due, its checkpoint
     _output: IO[bytes] | None = field(default=None, init=False)
@@ -67,24 +61,10 @@ class Publishing:
     _retry_s: float = field(default=_MIN_RETRY_S, init=False)
     _leaving: bool = field(default=False, init=False)
 
-    @classmethod
-    def wanted_by(cls, peer: PeerConfig, network: Port, metrics: Metrics, **others: Any) -> Self | None:
-        """Returns what the settings of a peer ask for, None if nothing; `others` are the remaining fields."""
-        if peer.publish_to is None:
-            return None
-        return cls(
-            network,
-            metrics,
-            target=peer.publish_to,
-            every=peer.publish_every,
-            keep=peer.publish_keep,
-            log_level=peer.log_level,
-            upload_mbps=peer.publish_mbps or DURING_ROUNDS_SHARE * (peer.upload_mbps or ASSUMED_MBPS),
-            **others,
-        )
-
     def __post_init__(self) -> None:
-        self._digest = target_digest(self.run_id, self.target)
+        assert self.peer.publish_to is not None
+        self._target = self.peer.publish_to
+        self._digest = target_digest(self.run_id, self._target)
         self._volunteer()
 
     def _volunteer(self) -> None:
@@ -106,7 +86,7 @@ class Publishing:
         view = self.network.view
         if view is None or self._process is not None or self._saving is not None or time.monotonic() < self._retry_at:
             return
-        due = (round_number // self.every - view.publishing_periods) * self.every
+        due = (round_number // self.peer.publish_every - view.publishing_periods) * self.peer.publish_every
         if due <= max(self._published, 0):
             return
         self._saving = due, save()
@@ -122,11 +102,14 @@ class Publishing:
         self._volunteer()
 
     def _launch(self, due: int) -> None:
-        command = [sys.executable, "-m", "spes_swarm.publish", str(self.output_dir), "--to", self.target]
-        command += ["--background", "--json", "--due", str(due), "--upload-mbps", str(self.upload_mbps)]
-        command += ["--log", log.context.run, log.context.peer, self.log_level]
-        if self.keep is not None:
-            command += ["--keep", str(self.keep)]
+        peer = self.peer
+        # Part of the bandwidth that rounds need as well.
+        upload_mbps = peer.publish_mbps or DURING_ROUNDS_SHARE * (peer.upload_mbps or ASSUMED_MBPS)
+        command = [sys.executable, "-m", "spes_swarm.publish", str(self.output_dir), "--to", self._target]
+        command += ["--background", "--json", "--due", str(due), "--upload-mbps", str(upload_mbps)]
+        command += ["--log", log.context.run, log.context.peer, peer.log_level]
+        if peer.publish_keep is not None:
+            command += ["--keep", str(peer.publish_keep)]
         parent = os.getpid()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # open for as long as the process runs
         self._process = subprocess.Popen(

@@ -25,6 +25,7 @@ from spes_swarm.base.wording import amount, loss_with_error, plural
 from spes_swarm.config.join_command import data_arguments, describe_data, join_command
 from spes_swarm.config.run import RunConfig
 from spes_swarm.publishing.publication import CARD_FILE, PICTURE_FILE, LossPoint, Publication
+from spes_swarm.publishing.target import round_tag
 
 _MAX_ROWS = 100
 _MARKUP = re.compile(r"([*_~#+\-.!(){}=^:@/])")
@@ -180,11 +181,6 @@ def _provenance(publication: Publication) -> str:
         f"`{publication.manifest.founder}`. Reference `{publication.digest}`. `spes_swarm.json` has the run's signed "
         "description and the digest of every block and file.\n"
     )
-
-
-def round_tag(round_number: int) -> str:
-    """Returns the tag of a round."""
-    return f"round-{round_number:06d}"
 
 
 def draw_losses(history: Sequence[LossPoint], path: Path) -> bool:

@@ -14,8 +14,8 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final, TypeVar
 
@@ -63,29 +63,23 @@ class Traffic:
         self.bytes_sent = 0  # total so far
         self.limit = RateLimit()  # shared by all threads
 
-    def wait_for(self, count: int) -> None:
-        """Waits until `count` bytes may be sent; thread-safe."""
-        with self._lock:
-            place = self.limit.book(count)
-            wait_s = self.limit.wait_s(place)
-        time.sleep(wait_s)
-
-    def add(self, count: int) -> None:
-        """Counts bytes as sent; thread-safe."""
-        with self._lock:
-            self.bytes_sent += count
+    def limited(self, body: Iterable[bytes]) -> Iterator[bytes]:
+        """Yields a request's body, no faster than allowed; thread-safe."""
+        for data in body:
+            with self._lock:
+                wait_s = self.limit.wait_s(self.limit.book(len(data)))
+            time.sleep(wait_s)
+            yield data
+            with self._lock:
+                self.bytes_sent += len(data)
 
 
 class _Counted(httpx.SyncByteStream):
-    def __init__(self, stream: httpx.SyncByteStream, traffic: Traffic) -> None:
+    def __init__(self, stream: httpx.SyncByteStream) -> None:
         self._stream = stream
-        self._traffic = traffic
 
     def __iter__(self) -> Iterator[bytes]:
-        for data in self._stream:
-            self._traffic.wait_for(len(data))
-            yield data
-            self._traffic.add(len(data))
+        return TRAFFIC.limited(self._stream)
 
     def close(self) -> None:
         self._stream.close()
@@ -96,7 +90,7 @@ TRAFFIC: Final = Traffic()
 
 def _count(request: httpx.Request) -> None:
     if isinstance(request.stream, httpx.SyncByteStream):
-        request.stream = _Counted(request.stream, TRAFFIC)
+        request.stream = _Counted(request.stream)
 
 
 def _make_client(timeout: httpx.Timeout, hooks: Sequence[Callable[[httpx.Request], object]]) -> httpx.Client:
@@ -108,11 +102,6 @@ def limit_upload(mbps: float) -> None:
     TRAFFIC.limit.set_rate(mbps * 1e6 / 8)
     os.environ["HF_HUB_DISABLE_XET"] = "1"
     constants.HF_HUB_DISABLE_XET = True
-
-
-def endpoint() -> str:
-    """Returns the URL of the Hub, from HF_ENDPOINT."""
-    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or constants.ENDPOINT
 
 
 def uses_xet() -> bool:
@@ -127,9 +116,10 @@ def hub_api(timeout: httpx.Timeout | None = None) -> HfApi:
     set_client_factory(partial(_make_client, timeout or TIMEOUT, hooks))
     disable_progress_bars()
     divert("huggingface_hub")
+    endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or constants.ENDPOINT
     if "HF_HUB_DISABLE_XET" not in os.environ:
-        constants.HF_HUB_DISABLE_XET = endpoint() not in _OFFICIAL
-    return HfApi(endpoint=endpoint(), library_name="spes_swarm")
+        constants.HF_HUB_DISABLE_XET = endpoint not in _OFFICIAL
+    return HfApi(endpoint=endpoint, library_name="spes_swarm")
 
 
 def patiently(call: Callable[[], T], attempts: int = ATTEMPTS) -> T:
@@ -152,8 +142,14 @@ def wait_or_raise(exc: Exception, attempt: int) -> None:
     Raises:
         `exc`, if another attempt will not help.
     """
-    wait_s = _pause_after(exc, attempt)
-    if wait_s is None or attempt == ATTEMPTS - 1:
+    if not is_passing(exc) or attempt == ATTEMPTS - 1:
+        raise exc
+    wait_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)
+    root = root_of(exc)
+    if isinstance(root, HfHubHTTPError):
+        with suppress(ValueError):  # the header is missing, or a date
+            wait_s = max(float(root.response.headers.get("Retry-After", "")), 0.0)
+    if not wait_s <= LONGEST_RETRY_AFTER_S:
         raise exc
     time.sleep(wait_s)
 
@@ -165,25 +161,10 @@ def without_advice(message: str) -> str:
 
 def is_passing(exc: BaseException | None) -> bool:
     """Returns True for a failure of the connection or the Hub, which says nothing about what the Hub allows."""
-    exc = None if exc is None else root_of(exc)
-    if isinstance(exc, HfHubHTTPError):
-        return exc.response.status_code in _TRANSIENT
-    return isinstance(exc, httpx.TransportError | json.JSONDecodeError)
-
-
-def _pause_after(exc: BaseException, attempt: int) -> float | None:
-    """Returns seconds, None if another attempt will not help."""
-    exc = root_of(exc)
-    backoff_s: float = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2**attempt)
-    if isinstance(exc, httpx.TransportError | json.JSONDecodeError):
-        return backoff_s
-    if not isinstance(exc, HfHubHTTPError) or exc.response.status_code not in _TRANSIENT:
-        return None
-    try:
-        asked_s = float(exc.response.headers.get("Retry-After", ""))
-    except ValueError:  # missing, or a date
-        return backoff_s
-    return max(0.0, asked_s) if asked_s <= LONGEST_RETRY_AFTER_S else None
+    root = None if exc is None else root_of(exc)
+    if isinstance(root, HfHubHTTPError):
+        return root.response.status_code in _TRANSIENT
+    return isinstance(root, httpx.TransportError | json.JSONDecodeError)
 
 
 def root_of(exc: BaseException) -> BaseException:

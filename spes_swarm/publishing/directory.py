@@ -11,19 +11,17 @@ revision already has are hard-linked, not written. A lock that ends with its pro
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from spes_swarm.base.errors import HubError, PublicationError, UserError, os_errors_as
 from spes_swarm.base.user_paths import sync_to_disk
-from spes_swarm.publishing.card import round_tag
 from spes_swarm.publishing.publication import (
     PUBLICATION_FILE,
     Publication,
@@ -34,7 +32,7 @@ from spes_swarm.publishing.publication import (
     read_export,
     read_part,
 )
-from spes_swarm.publishing.target import MAIN, Published, check_tag, is_there, round_of
+from spes_swarm.publishing.target import MAIN, Published, check_tag, is_there, round_of, round_tag
 from spes_swarm.storage.run_directory import lock_file
 
 _UNFINISHED, _DOOMED = ".incoming-", ".outgoing-"
@@ -58,17 +56,13 @@ class DirectoryTarget:
         with os_errors_as(HubError, f"{self.label} to publish to cannot be written", "choose another one"):
             tempfile.TemporaryFile(dir=existing).close()  # os.access reports that root may write anywhere
 
-    def rounds(self) -> list[int]:
-        """See `Target`."""
-        return sorted(number for number, _ in self._found())
-
     def newest(self) -> Publication | None:
         """See `Target`."""
         main = self._path / MAIN
         return load_publication(_revision_at(self._path, main), self.label) if main.exists() else None
 
-    def publish(self, export: Path, publication: Publication, message: str, tag: str | None = None) -> Published:
-        """See `Target`; `message` is not kept."""
+    def publish(self, export: Path, publication: Publication, tag: str | None = None) -> Published:
+        """See `Target`."""
         check_tag(tag)
         with self._writing():
             current = self.newest()
@@ -89,21 +83,14 @@ class DirectoryTarget:
         with self._writing():
             tags = self._tags.iterdir() if self._tags.is_dir() else ()
             named = {link.resolve() for link in (self._path / MAIN, *tags)}
-            old = sorted(self._found(), reverse=True)[max(1, keep) :]
+            paths = [path.parent for path in self._revisions.glob(f"*/{PUBLICATION_FILE}")]
+            rounds = [(number, path) for path in paths if (number := round_of(path.name)) is not None]
+            old = sorted(rounds, reverse=True)[max(1, keep) :]
             gone = [(number, path) for number, path in old if path.resolve() not in named]
             for number, path in gone:
                 path.rename(self._revisions / f"{_DOOMED}{number}")
             self._sweep()
         return sorted(number for number, _ in gone)
-
-    def _found(self) -> Iterator[tuple[int, Path]]:
-        """Yields all revisions with their rounds."""
-        if not self._revisions.is_dir():
-            return
-        for path in self._revisions.iterdir():
-            number = round_of(path.name)
-            if number is not None and (path / PUBLICATION_FILE).is_file():
-                yield number, path
 
     def _check_free(self, tag: str | None, name: str) -> None:
         link = self._tags / tag if tag else None
@@ -113,7 +100,7 @@ class DirectoryTarget:
     def _add(self, export: Path, publication: Publication, name: str, current: Publication | None) -> int:
         """Writes a revision, unless a killed publisher has left it complete; returns the number of bytes written."""
         final = self._revisions / name
-        with contextlib.suppress(PublicationError):
+        with suppress(PublicationError):
             if final.exists() and read_export(final).digest == publication.digest:
                 return 0
         incoming = self._revisions / f"{_UNFINISHED}{os.getpid()}"
@@ -138,7 +125,7 @@ class DirectoryTarget:
     @staticmethod
     def _link(source: Path, destination: Path, expected: PublishedFile) -> bool:
         """Hard-links a file of the previous revision; returns False if it has changed or the disk has no links."""
-        with contextlib.suppress(OSError, PublicationError):
+        with suppress(OSError, PublicationError):
             if describe_file(source, expected.size).sha256 == expected.sha256:
                 os.link(source.resolve(), destination)
                 return True
@@ -169,7 +156,7 @@ class DirectoryTarget:
             try:
                 yield
             except BaseException:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     self._sweep()  # frees space on a full disk
                 raise
         except OSError as exc:
@@ -194,7 +181,7 @@ class DirectoryTarget:
 
 
 class DirectoryFiles:
-    """The files of one revision; see `source.Files`.
+    """The files of one revision.
 
     Raises:
         HubError: there is no such revision.

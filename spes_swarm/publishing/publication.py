@@ -27,7 +27,6 @@ from spes_swarm.protocol.admission.membership import MAX_ACTS
 from spes_swarm.protocol.consensus.reference import whole_digest
 from spes_swarm.publishing.tensor_file import open_regular
 
-FORMAT = 1
 PUBLICATION_FILE = "spes_swarm.json"
 CARD_FILE, PICTURE_FILE = "README.md", "loss.png"
 MAX_PUBLICATION_BYTES = 8 << 20
@@ -158,11 +157,6 @@ def describe_acts(acts: Sequence[bytes]) -> list[str]:
     encoded = [base64.b64encode(act).decode() for act in acts[:MAX_ACTS]]
     sizes = accumulate(map(len, encoded))
     return [act for act, size in zip(encoded, sizes, strict=True) if size <= _MAX_ACTS_CHARS]
-
-
-def describe_run(manifest: Manifest) -> RunDescription:
-    """Returns a manifest as it is published."""
-    return RunDescription(**{key: base64.b64encode(value).decode() for key, value in manifest.to_wire().items()})
 
 
 def parse_publication(data: bytes, source: str) -> Publication:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from spes_swarm.base.errors import ConfigError, HubError, PublicationError
 from spes_swarm.publishing.card import CardFacts, Results, read_results
-from spes_swarm.publishing.client import limit_upload
-from spes_swarm.publishing.location import parse_location
-from spes_swarm.publishing.pack import facts_of, pack
+from spes_swarm.publishing.client import is_passing, limit_upload, without_advice
+from spes_swarm.publishing.directory import DirectoryTarget
+from spes_swarm.publishing.export import export, newest_snapshot
 from spes_swarm.publishing.publication import PUBLICATION_FILE, Publication, read_export
-from spes_swarm.publishing.snapshot import newest_snapshot
-from spes_swarm.publishing.target import Published, Target, check_tag, is_there, open_target
+from spes_swarm.publishing.repository import RepositoryTarget
+from spes_swarm.publishing.target import Published, Target, check_run, check_tag, is_there, parse_location
 from spes_swarm.storage.run_directory import lock_file
 
 _WORKSPACE = "publication"  # directory in OUTPUT_DIR that holds the export being published
@@ -41,12 +42,46 @@ def publish(options: argparse.Namespace) -> tuple[Published, list[int]]:
         if ignored:
             raise ConfigError(f"DIR is already exported with its card: {', '.join(ignored)} would change nothing")
         target.check_rights()
-        published = publish_export(directory, target, options.tag)
+        published = target.publish(directory, read_export(directory), options.tag)
     else:
         results = read_results(options.results) if options.results else None
-        card = _card(options, results)
-        published = publish_newest(directory, target, results, card, options.tag, options.max_shard_size)
+        published = _publish_newest(target, results, options)
     return published, target.prune(options.keep) if options.keep else []
+
+
+def open_target(text: str, *, private: bool = False, patient: bool = True) -> Target:
+    """Returns the target that `--to` names (USER/REPO or file:DIRECTORY); contacts no server.
+
+    A repository that has to be created is `private` if so wanted. Without `patient`, its calls fail soon.
+
+    Raises:
+        ConfigError: `text` is malformed.
+    """
+    location = parse_location(text)
+    if location.path is not None:
+        return DirectoryTarget(location.path)
+    assert location.repo_id is not None
+    return RepositoryTarget(location.repo_id, private=private, patient=patient)
+
+
+def check_target(text: str, run_id: str) -> str | None:
+    """Checks whether a run may be published there; returns why that is unknown if the Hub cannot be asked just now.
+
+    Raises:
+        HubError: publishing is not allowed.
+        PublicationError: the target belongs to another run, or its publication is invalid.
+    """
+    target = open_target(text, patient=False)
+    try:
+        target.check_rights()
+        current = target.newest()
+    except HubError as exc:
+        if is_passing(exc.__cause__):
+            return without_advice(str(exc))
+        raise
+    if current is not None:
+        check_run(current, run_id, text)
+    return None
 
 
 def _card(options: argparse.Namespace, results: Results | None) -> CardFacts:
@@ -60,16 +95,9 @@ def _card(options: argparse.Namespace, results: Results | None) -> CardFacts:
     )
 
 
-def publish_newest(
-    output_dir: Path, target: Target, results: Results | None, card: CardFacts, tag: str | None, shard_size: str
-) -> Published:
-    """Exports the newest checkpoint of a peer and publishes it; reuses the export of an interrupted publication.
-
-    Without `results` they are read from this peer's event log. The published history is continued.
-
-    Raises:
-        UserError: publishing failed; earlier publications are intact.
-    """
+def _publish_newest(target: Target, results: Results | None, options: argparse.Namespace) -> Published:
+    """Exports the newest checkpoint of a peer and publishes it; reuses the export of an interrupted publication."""
+    output_dir: Path = options.directory
     target.check_rights()
     current = target.newest()
     snapshot = newest_snapshot(output_dir)
@@ -80,16 +108,23 @@ def publish_newest(
         (workspace / ".lock").touch()
         lock = lock_file(workspace / ".lock", "this output directory", "another process is publishing from it")
         try:
-            export = workspace / "export"
+            directory = workspace / "export"
             for path in workspace.glob(".export.*"):  # left by a killed process
                 shutil.rmtree(path)
-            if not _is_of(export, snapshot.digest, snapshot.round):
-                shutil.rmtree(export, ignore_errors=True)
-                published_before = current.history if current else ()
-                facts = facts_of(snapshot, output_dir, results, published=published_before, card=card)
-                pack(snapshot, export, facts, shard_size)
-            published = publish_export(export, target, tag)
-            shutil.rmtree(export)
+            publication = _export_of(directory, snapshot.digest, snapshot.round)
+            if publication is None:
+                shutil.rmtree(directory, ignore_errors=True)
+                publication = export(
+                    snapshot,
+                    output_dir,
+                    directory,
+                    results=results,
+                    published=current.history if current else (),
+                    card=_card(options, results),
+                    max_shard_size=options.max_shard_size,
+                )
+            published = target.publish(directory, publication, options.tag)
+            shutil.rmtree(directory)
             return published
         finally:
             os.close(lock)
@@ -97,24 +132,10 @@ def publish_newest(
         raise HubError(f"the output directory cannot be used for exporting: {exc.strerror}") from exc
 
 
-def publish_export(export: Path, target: Target, tag: str | None) -> Published:
-    """Publishes a directory that `pack` has written.
-
-    Raises:
-        UserError: as in `publish_newest`.
-    """
-    publication = read_export(export)
-    return target.publish(export, publication, _message(publication), tag)
-
-
-def _is_of(export: Path, digest: str, round_number: int) -> bool:
-    try:
-        found = read_export(export)
-    except PublicationError:
-        return False
-    return (found.digest, found.round) == (digest, round_number)
-
-
-def _message(publication: Publication) -> str:
-    tokens = f", {publication.tokens:,} tokens" if publication.tokens is not None else ""
-    return f"Round {publication.round}{tokens}"
+def _export_of(directory: Path, digest: str, round_number: int) -> Publication | None:
+    """Returns the publication in a directory if it is complete and of this reference."""
+    with suppress(PublicationError):
+        found = read_export(directory)
+        if (found.digest, found.round) == (digest, round_number):
+            return found
+    return None

@@ -2,8 +2,8 @@
 
     source = open_source("USER/REPO@round-000120")      # or "file:DIRECTORY", or without a revision
     source.manifest                                      # the run, certified by its id
-    loaded = source.load(reference_N)                    # fills the flat vector, all of it verified
-    for block in source.blocks([0, 3]): ...              # some blocks, fetching little else
+    source.load(reference_N)                             # fills the flat vector, all of it verified
+    for index, values_N in source.blocks([0, 3]): ...    # some blocks, fetching little else
 
 Suffix: N elements of the flat vector.
 
@@ -19,8 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -33,13 +31,12 @@ from spes_swarm.data.tokenizer import TOKENIZER_FILES, pack
 from spes_swarm.model.saved_tensors import ITEM_BYTES, Piece, SavedTensor, pieces_by_block, saved_tensors
 from spes_swarm.model.sparse_model import layout_of
 from spes_swarm.protocol.consensus.layout import Layout
-from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS
+from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS, digest_of_values
 from spes_swarm.publishing.directory import DirectoryFiles
-from spes_swarm.publishing.location import parse_location
-from spes_swarm.publishing.plain import empty_model, split_blocks
-from spes_swarm.publishing.publication import Publication, PublishedFile
-from spes_swarm.publishing.remote import RemoteFiles
-from spes_swarm.publishing.snapshot import digest_of_block
+from spes_swarm.publishing.export import empty_model, split_blocks
+from spes_swarm.publishing.publication import PublishedFile
+from spes_swarm.publishing.repository import RepositoryFiles
+from spes_swarm.publishing.target import parse_location
 from spes_swarm.publishing.tensor_file import StoredTensor, map_tensors, read_header
 
 # Largest gap between two wanted ranges that is fetched along with them instead of split into two requests.
@@ -48,46 +45,6 @@ _REQUEST_BYTES = 64 << 20  # a single tensor may be larger
 # Allowance in the weight files for headers and buffers.
 _OVERHEAD = 1.1
 _OVERHEAD_BYTES = 64 << 20
-
-
-class Files(Protocol):
-    """The files of one revision, on a Hub or on disk."""
-
-    label: str  # for messages; never a path
-    revision: str  # name of exactly this state: a commit, or a round's directory
-
-    def publication(self) -> Publication:
-        """Returns the verified publication manifest."""
-
-    def fetch(self, file: PublishedFile) -> Path:
-        """Returns the local path of a complete file with the published hash."""
-
-    def read(self, file: PublishedFile, begin: int, end: int) -> bytes:
-        """Returns bytes of a file, not verified."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedReference:
-    """What `load` has written to the vector."""
-
-    manifest: Manifest
-    revision: str
-    round: int
-    versions: tuple[int, ...]  # of each block
-    digests: tuple[bytes, ...]
-    digest: str  # hex, of the whole
-    tokens: int | None  # trained on by all peers together
-    peers: int | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedBlock:
-    """One block with its published digest, verified."""
-
-    index: int
-    version: int
-    digest: bytes
-    values_N: FloatArray
 
 
 def open_source(location: str, expected_run_id: str | None = None) -> PublicationSource:
@@ -102,11 +59,11 @@ def open_source(location: str, expected_run_id: str | None = None) -> Publicatio
         PublicationError: there is no publication, or it is invalid, or of another run.
     """
     place = parse_location(location, with_revision=True)
-    files: Files
+    files: DirectoryFiles | RepositoryFiles
     if place.path is not None:
         files = DirectoryFiles(place.path, place.revision)
     else:
-        files = RemoteFiles(str(place.repo_id), place.revision)
+        files = RepositoryFiles(str(place.repo_id), place.revision)
     try:
         source = PublicationSource(files)
     except PublicationError as exc:
@@ -125,7 +82,7 @@ def another_revision(location: str | None) -> str:
 class PublicationSource:
     """One published revision."""
 
-    def __init__(self, files: Files) -> None:
+    def __init__(self, files: DirectoryFiles | RepositoryFiles) -> None:
         self._files = files
         self.publication = files.publication()  # the publication manifest
         self.revision = files.revision  # name of exactly this revision
@@ -165,8 +122,8 @@ class PublicationSource:
             return None
         return pack({file.name: self._files.fetch(file).read_bytes() for file in files})
 
-    def load(self, reference_N: FloatArray) -> LoadedReference:
-        """Fetches all weight files and fills the flat reference (N,), tensor by tensor.
+    def load(self, reference_N: FloatArray) -> None:
+        """Fetches all weight files and fills the flat reference (N,), tensor by tensor; all blocks are verified.
 
         Cached files are not fetched. After an error `reference_N` is partly overwritten.
 
@@ -188,21 +145,13 @@ class PublicationSource:
         if missing:
             what = f"{plural(len(missing), 'tensor')} missing, the first of them {min(missing)}"
             raise PublicationError(f"{self._files.label}: {what}")
-        digests = tuple(self._verified(index, block_N) for index, block_N in enumerate(blocks))
-        publication = self.publication
-        return LoadedReference(
-            manifest=self.manifest,
-            revision=self.revision,
-            round=publication.round,
-            versions=tuple(publication.versions),
-            digests=digests,
-            digest=publication.digest,
-            tokens=publication.tokens,
-            peers=publication.peers,
-        )
+        for index, block_N in enumerate(blocks):
+            self._verify(index, block_N)
 
-    def blocks(self, wanted: Iterable[int]) -> Iterator[LoadedBlock]:
-        """Fetches single blocks. If the server supports ranges, only their parts of the files are fetched.
+    def blocks(self, wanted: Iterable[int]) -> Iterator[tuple[int, FloatArray]]:
+        """Fetches single blocks; yields their indices and verified values.
+
+        If the server supports ranges, only their parts of the files are fetched.
 
         A newcomer can use a block from here if peers have announced the same digest for it
         (`publication.blocks[index]`). An expert's ranges are short, and there is at least one per layer.
@@ -221,9 +170,8 @@ class PublicationSource:
             wanted_pieces = [self._locate(tensor, number) for tensor, number in by_block[index]]
             for piece, data in self._read(wanted_pieces):
                 piece.view(values_N)[...] = np.frombuffer(data, dtype="<f4").reshape(piece.shape)
-            digest = self._verified(index, values_N)
-            version = self.publication.blocks[index].version
-            yield LoadedBlock(index=index, version=version, digest=digest, values_N=values_N)
+            self._verify(index, values_N)
+            yield index, values_N
 
     # Internals.
 
@@ -266,14 +214,12 @@ class PublicationSource:
         for index, piece in enumerate(tensor.pieces):
             piece.view(blocks[piece.block])[...] = values if len(tensor.pieces) == 1 else values[index]
 
-    def _verified(self, index: int, values_N: FloatArray) -> bytes:
-        digest = digest_of_block(values_N)
+    def _verify(self, index: int, values_N: FloatArray) -> None:
         starts = range(0, values_N.size, CHUNK_ELEMENTS)
         finite = all(np.isfinite(values_N[start : start + CHUNK_ELEMENTS]).all() for start in starts)
-        if digest.hex() != self.publication.blocks[index].digest or not finite:
+        if digest_of_values(values_N).hex() != self.publication.blocks[index].digest or not finite:
             name = self.layout.blocks[index].name
             raise PublicationError(f"{self._files.label}: block {name!r} does not have the published digest")
-        return digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from spes_swarm.protocol.members.records import Progress
 from spes_swarm.protocol.members.roster import Roster
 from spes_swarm.protocol.ownership.lease_table import Leases
 from spes_swarm.protocol.ownership.reassignment import Rules
-from spes_swarm.publishing.target import open_target
+from spes_swarm.publishing.publisher import open_target
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.monitoring import progress
 from tests.helpers.swarm import PATIENT, equal_digests, swarm

@@ -17,7 +17,7 @@ def publish(name: str, export: Path, tag: str | None = None, private: bool = Fal
     target = RepositoryTarget(name, private=private)
     target.check_rights()
     publication = read_export(export)
-    return target.publish(export, publication, f"Round {publication.round}", tag)
+    return target.publish(export, publication, tag)
 
 
 def seen(hub: HubServer, name: str, revision: str = "main") -> Publication:

@@ -14,10 +14,9 @@ from spes_swarm.config.manifest import Manifest, found_run
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.protocol.consensus.layout import Layout
-from spes_swarm.publishing.pack import RunFacts, pack
-from spes_swarm.publishing.plain import split_blocks
+from spes_swarm.publishing.card import Results
+from spes_swarm.publishing.export import Snapshot, pack, split_blocks, take_snapshot
 from spes_swarm.publishing.publication import Publication
-from spes_swarm.publishing.snapshot import Snapshot, take_snapshot
 from spes_swarm.storage.checkpoint import CheckpointMeta
 from spes_swarm.storage.checkpoint_writing import PeerState, save_checkpoint
 from spes_swarm.storage.run_directory import RunDirectory
@@ -66,7 +65,7 @@ def snapshot(round_number: int, manifest: Manifest | None = None) -> Snapshot:
 def packed(directory: Path, round_number: int, shard_size: str = "100KB", **facts: Any) -> tuple[Path, Publication]:
     """An export of a round, ready to be published."""
     destination = directory / f"export-{round_number}"
-    return destination, pack(snapshot(round_number), destination, RunFacts(**facts), shard_size)
+    return destination, pack(snapshot(round_number), destination, Results(**facts), max_shard_size=shard_size)
 
 
 def output_dir(path: Path, round_number: int, peer: int = 0, manifest: Manifest | None = None) -> Path:

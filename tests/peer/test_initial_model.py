@@ -25,7 +25,7 @@ from spes_swarm.model.losses import language_model_loss
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model, layout_of
 from spes_swarm.peer.initial_model import InitialModel
 from spes_swarm.peer.join_request import draft_request
-from spes_swarm.publishing.plain import empty_model, split_blocks, write_export
+from spes_swarm.publishing.export import empty_model, split_blocks, write_model
 from spes_swarm.storage.run_directory import RunDirectory
 from spes_swarm.training.gradients import loss_weights
 from tests.helpers.moe_models import BUFFERED, FAMILIES, REFUSED, save_moe
@@ -82,7 +82,7 @@ def test_a_family_is_loaded_trained_and_exported(tmp_path: Path, family: str) ->
 
     changed_N = reference_N + np.float32(0.01)
     manifest = found_run(run, sparse.layout.digest, identity(0))
-    write_export(manifest, empty_model(run), split_blocks(sparse.layout, changed_N), _new(tmp_path / "exported"))
+    write_model(manifest, empty_model(run), split_blocks(sparse.layout, changed_N), _new(tmp_path / "exported"))
     exported: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert type(exported) is type(original)
     parameters = dict(exported.named_parameters())

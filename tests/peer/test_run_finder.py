@@ -62,7 +62,7 @@ def test_differences_are_named_with_both_values() -> None:
 @pytest.fixture
 def published(tmp_path: Path) -> str:
     export, publication = packed(tmp_path, 5)
-    DirectoryTarget(tmp_path / "models").publish(export, publication, "message")
+    DirectoryTarget(tmp_path / "models").publish(export, publication)
     return f"file:{tmp_path / 'models'}"
 
 

@@ -33,7 +33,7 @@ UNTRAINED = (6, 7, 8)  # blocks that the swarm has left as they were published
 
 def published(directory: Path, round_number: int) -> PublicationSource:
     export, publication = packed(directory, round_number)
-    DirectoryTarget(directory / "models").publish(export, publication, "message")
+    DirectoryTarget(directory / "models").publish(export, publication)
     return open_source(f"file:{directory / 'models'}")
 
 

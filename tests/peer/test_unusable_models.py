@@ -20,7 +20,7 @@ from spes_swarm.config.file import continued_config_path, read_config_file
 from spes_swarm.model.initial_weights import load_initial_reference
 from spes_swarm.model.sparse_model import layout_of
 from spes_swarm.peer.initial_model import InitialModel
-from spes_swarm.publishing.plain import empty_model
+from spes_swarm.publishing.export import empty_model
 from tests.helpers.moe_models import save_moe
 
 pytestmark = pytest.mark.slow

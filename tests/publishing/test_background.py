@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 
 from spes_swarm.base import log
+from spes_swarm.config.peer import PeerConfig
 from spes_swarm.port.commands import Port
 from spes_swarm.port.messages import SwarmView
 from spes_swarm.publishing.background import Publishing
@@ -77,13 +78,10 @@ def volunteer(metrics: Metrics, periods: int, say: Callable[[str], None] = lambd
     return Publishing(
         cast(Port, Network(periods)),
         metrics,
+        peer=PeerConfig(publish_to="user/model", publish_every=EVERY),
         output_dir=Path("out"),
         run_id="run-1",
         peer_id="me",
-        target="user/model",
-        every=EVERY,
-        keep=None,
-        upload_mbps=1.0,
         say=say,
     )
 

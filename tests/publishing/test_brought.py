@@ -21,7 +21,7 @@ from spes_swarm.data.tokenizer import ByteTokenizer, load_tokenizer
 from spes_swarm.model.initial_weights import load_initial_reference, with_repeated
 from spes_swarm.model.sparse_model import layout_of
 from spes_swarm.peer.initial_model import InitialModel
-from spes_swarm.publishing.plain import empty_model, split_blocks, write_export
+from spes_swarm.publishing.export import empty_model, split_blocks, write_model
 from tests.helpers.chat_tokenizer import APPENDING, save_chat_tokenizer
 from tests.helpers.moe_models import save_moe
 from tests.helpers.rounds import identity
@@ -58,7 +58,7 @@ def exported(manifest: Manifest, weights: Path, destination: Path) -> Path:
     reference_N = np.empty(layout.num_elements, dtype=np.float32)
     load_initial_reference(weights, layout, reference_N, empty)
     destination.mkdir()
-    write_export(manifest, empty, split_blocks(layout, reference_N), destination)
+    write_model(manifest, empty, split_blocks(layout, reference_N), destination)
     return destination
 
 

@@ -21,7 +21,7 @@ from spes_swarm.base.arguments import shard_bytes
 from spes_swarm.base.errors import UserError
 from spes_swarm.model.saved_tensors import saved_tensors
 from spes_swarm.model.sparse_model import build_model
-from spes_swarm.publishing.plain import empty_model, split_blocks, write_export
+from spes_swarm.publishing.export import empty_model, split_blocks, write_model
 from spes_swarm.publishing.publication import read_export
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.model_state import plain_state_dict
@@ -41,7 +41,7 @@ def write_reference(model_type: str, seed: int, destination: Path, shard_size: s
     """Writes a reference in the layout of transformers."""
     destination.mkdir()
     manifest, blocks = manifest_of(model_type), split_blocks(layout_for(model_type), values(seed, model_type))
-    write_export(manifest, empty_model(manifest.run), blocks, destination, shard_size)
+    write_model(manifest, empty_model(manifest.run), blocks, destination, shard_size)
 
 
 @pytest.mark.parametrize("model_type", MODELS)

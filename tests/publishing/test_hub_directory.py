@@ -17,11 +17,12 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from spes_swarm.base.errors import ConfigError, HubError, PublicationError, SupersededError
+from spes_swarm.publishing.card import Results
 from spes_swarm.publishing.directory import DirectoryTarget
-from spes_swarm.publishing.location import parse_location
-from spes_swarm.publishing.pack import RunFacts, pack
+from spes_swarm.publishing.export import pack
 from spes_swarm.publishing.publication import read_export
-from spes_swarm.publishing.target import Published, check_target, open_target, round_of
+from spes_swarm.publishing.publisher import check_target, open_target
+from spes_swarm.publishing.target import Published, parse_location, round_of
 from tests.helpers.publications import manifest_of, packed, snapshot
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -36,13 +37,18 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def publish(target: DirectoryTarget, export: Path, tag: str | None = None) -> Published:
-    return target.publish(export, read_export(export), "message", tag)
+    return target.publish(export, read_export(export), tag)
+
+
+def rounds(directory: Path) -> list[int]:
+    """The published rounds."""
+    return sorted(int(path.name.removeprefix("round-")) for path in (directory / "revisions").glob("round-*"))
 
 
 @pytest.mark.slow
 def test_readers_find_each_round_and_the_newest(tmp_path: Path, exports: list[Path]) -> None:
     target = DirectoryTarget(tmp_path / "models")
-    assert (target.rounds(), target.newest()) == ([], None)
+    assert target.newest() is None
     for number in (1, 2, 3):
         published = publish(target, exports[number])
         assert (published.status, published.round) == ("published", number)
@@ -50,7 +56,7 @@ def test_readers_find_each_round_and_the_newest(tmp_path: Path, exports: list[Pa
         newest = target.newest()
         assert newest is not None
         assert newest.round == number
-    assert target.rounds() == [1, 2, 3]
+    assert rounds(tmp_path / "models") == [1, 2, 3]
     for number in (1, 2, 3):
         assert read_export(tmp_path / "models" / "revisions" / f"round-{number:06d}").round == number
     assert read_export(tmp_path / "models" / "main").round == 3
@@ -92,19 +98,19 @@ def test_rounds_only_go_forward(tmp_path: Path, exports: list[Path]) -> None:
     publish(target, exports[2])
     with pytest.raises(SupersededError, match="has round 2 already"):
         publish(target, exports[1])
-    fork = pack(snapshot(3), tmp_path / "fork", RunFacts()).model_copy(update={"round": 2})
+    fork = pack(snapshot(3), tmp_path / "fork", Results()).model_copy(update={"round": 2})
     with pytest.raises(SupersededError, match="another state of round 2"):
-        target.publish(tmp_path / "fork", fork, "message")
-    assert target.rounds() == [2]
+        target.publish(tmp_path / "fork", fork)
+    assert rounds(tmp_path) == [2]
 
 
 @pytest.mark.slow
 def test_a_directory_belongs_to_one_run(tmp_path: Path, exports: list[Path]) -> None:
     target = DirectoryTarget(tmp_path)
     publish(target, exports[1])
-    other = pack(snapshot(2, manifest_of(name="other")), tmp_path / "other", RunFacts())
+    other = pack(snapshot(2, manifest_of(name="other")), tmp_path / "other", Results())
     with pytest.raises(PublicationError, match=f"belongs to run {manifest_of().run_id}"):
-        target.publish(tmp_path / "other", other, "message")
+        target.publish(tmp_path / "other", other)
     # A peer of the other run learns it at its start.
     with pytest.raises(PublicationError, match=f"belongs to run {manifest_of().run_id}, not other-run; choose another"):
         check_target(f"file:{tmp_path}", "other-run")
@@ -118,7 +124,7 @@ def test_the_newest_and_the_tagged_are_kept(tmp_path: Path, exports: list[Path])
     for number, export in enumerate(exports):
         publish(target, export, "milestone" if number == 0 else None)
     assert target.prune(keep=1) == [1, 2]
-    assert target.rounds() == [0, 3]
+    assert rounds(tmp_path) == [0, 3]
     assert target.prune(keep=1) == []
     assert read_export(tmp_path / "tags" / "milestone").round == 0
     with pytest.raises(HubError, match="has a tag milestone already"):
@@ -141,7 +147,7 @@ def test_an_export_that_changes_meanwhile_is_not_published(tmp_path: Path, expor
     (tmp_path / "export" / "config.json").write_text("{}")
     target = DirectoryTarget(tmp_path / "models")
     with pytest.raises(PublicationError, match="has changed since it was exported"):
-        target.publish(tmp_path / "export", publication, "message")
+        target.publish(tmp_path / "export", publication)
     assert target.newest() is None
     assert not list((tmp_path / "models" / "revisions").iterdir())
 
@@ -220,7 +226,7 @@ def test_a_killed_publisher_leaves_whole_publications(
         assert death == -signal.SIGKILL
     newest = read_export(tmp_path / "models" / "main")
     assert newest.round in (1, 2)
-    for number in target.rounds():
+    for number in rounds(tmp_path / "models"):
         assert read_export(tmp_path / "models" / "revisions" / f"round-{number:06d}").round == number
     publish(target, exports[2])
     assert read_export(tmp_path / "models" / "main").round == 2

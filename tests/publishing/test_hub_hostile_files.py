@@ -81,7 +81,7 @@ def _nothing_blocks() -> Iterator[None]:
 def revision(tmp_path: Path) -> Path:
     """The directory of a publication."""
     export, publication = packed(tmp_path, 1)
-    DirectoryTarget(tmp_path / "models").publish(export, publication, "message")
+    DirectoryTarget(tmp_path / "models").publish(export, publication)
     return tmp_path / "models" / "revisions" / "round-000001"
 
 
@@ -118,7 +118,7 @@ def test_a_publisher_does_not_read_them_either(revision: Path, tmp_path: Path, d
     """It compares with what is there: a damaged revision of the same round is replaced, others are not linked."""
     damage(min(revision.glob("*.safetensors")))
     export, publication = packed(tmp_path, 2)
-    published = DirectoryTarget(tmp_path / "models").publish(export, publication, "message")
+    published = DirectoryTarget(tmp_path / "models").publish(export, publication)
     assert published.status == "published"
     assert read_export(tmp_path / "models" / "main") == publication
 

@@ -49,7 +49,6 @@ def sent(hub: HubServer, before: dict[str, int]) -> int:
 @pytest.mark.slow
 def test_each_round_is_one_commit_with_a_tag(hub: HubServer, name: str, exports: list[Path]) -> None:
     assert RepositoryTarget(name).newest() is None
-    assert RepositoryTarget(name).rounds() == []
     for number in (1, 2, 3):
         before = hub.counters()
         published = publish(name, exports[number], tag="milestone" if number == 2 else None)
@@ -62,7 +61,7 @@ def test_each_round_is_one_commit_with_a_tag(hub: HubServer, name: str, exports:
     assert seen(hub, name, "milestone").round == 2
     for number in (1, 2, 3):
         assert seen(hub, name, f"round-{number:06d}").round == number
-    assert RepositoryTarget(name).rounds() == [1, 2, 3]
+    assert hub.refs(name).keys() == {"main", "milestone", "round-000001", "round-000002", "round-000003"}
 
 
 def test_publishing_again_sends_no_weights_and_makes_no_commit(hub: HubServer, name: str, exports: list[Path]) -> None:
@@ -108,7 +107,7 @@ def test_old_rounds_lose_their_names_and_milestones_keep_theirs(hub: HubServer, 
         publish(name, export, tag="milestone" if number == 1 else None)
     target = RepositoryTarget(name)
     assert target.prune(keep=2) == [0]
-    assert target.rounds() == [1, 2, 3]
+    assert hub.refs(name).keys() == {"main", "milestone", "round-000001", "round-000002", "round-000003"}
     assert target.prune(keep=1) == [2]
     assert hub.refs(name).keys() == {"main", "milestone", "round-000001", "round-000003"}
     assert seen(hub, name).round == 3
@@ -122,7 +121,7 @@ def test_rounds_only_go_forward(hub: HubServer, name: str, exports: list[Path]) 
         publish(name, exports[1])
     fork = read_export(exports[3]).model_copy(update={"round": 2})
     with pytest.raises(SupersededError, match="another state of round 2"):
-        RepositoryTarget(name).publish(exports[3], fork, "message")
+        RepositoryTarget(name).publish(exports[3], fork)
     assert hub.commits(name) == commits
 
 
@@ -144,7 +143,8 @@ def test_a_reference_comes_back(hub: HubServer, name: str, exports: list[Path]) 
     for location, number in ((name, 2), (f"{name}@round-000001", 1), (f"{name}@main", 2)):
         source = open_source(location)
         reference_N = np.empty(source.layout.num_elements, np.float32)
-        assert source.load(reference_N).round == number
+        source.load(reference_N)
+        assert source.publication.round == number
         assert reference_N.tobytes() == values(number).tobytes()
     before = hub.counters()
     open_source(f"{name}@{source.revision}").load(reference_N)
@@ -173,9 +173,10 @@ def test_a_block_is_fetched_without_the_rest(
     publish(name, large)
     source, layout = open_source(name), layout_for()
     before = hub.counters()
-    (block,) = source.blocks([4])
+    ((index, values_N),) = source.blocks([4])
     place = layout.blocks[4]
-    assert block.values_N.tobytes() == values(1)[place.start : place.stop].tobytes()
+    assert index == 4
+    assert values_N.tobytes() == values(1)[place.start : place.stop].tobytes()
     fetched = hub.counters()["download_bytes"] - before["download_bytes"]
     assert 4 * place.size <= fetched < 4 * place.size + 10_000  # and the header
 
@@ -320,7 +321,7 @@ def test_a_round_whose_publisher_died_before_its_tag_gets_it_later(
     publish(name, exports[1])
     RepositoryTarget(name)._untag("round-000001")
     publish(name, exports[2])
-    assert RepositoryTarget(name).rounds() == [1, 2]
+    assert hub.refs(name).keys() == {"main", "round-000001", "round-000002"}
     assert seen(hub, name, "round-000001").round == 1
 
 

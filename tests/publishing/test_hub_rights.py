@@ -12,9 +12,9 @@ from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # exporte
 from spes_swarm.base.errors import HubError, PublicationError
 from spes_swarm.publishing import repository
 from spes_swarm.publishing.publication import read_export
+from spes_swarm.publishing.publisher import check_target
 from spes_swarm.publishing.repository import RepositoryTarget
 from spes_swarm.publishing.source import open_source
-from spes_swarm.publishing.target import check_target
 from tests.helpers.hub_publications import publish, seen
 from tests.helpers.hub_server import READ_TOKEN, STRANGER_TOKEN, USER, HubServer
 
@@ -40,7 +40,7 @@ def test_a_token_that_does_not_do(
     monkeypatch.setenv("HF_TOKEN", token)
     for attempt in (
         lambda: RepositoryTarget(name).check_rights(),
-        lambda: RepositoryTarget(name).publish(exports[2], read_export(exports[2]), "message"),
+        lambda: RepositoryTarget(name).publish(exports[2], read_export(exports[2])),
     ):
         with pytest.raises(HubError, match=why) as refusal:
             attempt()

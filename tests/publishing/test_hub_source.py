@@ -13,11 +13,11 @@ from safetensors.numpy import load_file, save_file
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import HubError, PublicationError
-from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.consensus.reference import Reference, digest_of_values
+from spes_swarm.publishing.card import Results
 from spes_swarm.publishing.directory import DirectoryTarget
-from spes_swarm.publishing.pack import RunFacts, pack
+from spes_swarm.publishing.export import pack
 from spes_swarm.publishing.publication import PUBLICATION_FILE, describe_file, read_export
-from spes_swarm.publishing.snapshot import digest_of_block
 from spes_swarm.publishing.source import PublicationSource, open_source
 from tests.helpers.publications import MODELS, layout_for, manifest_of, packed, snapshot, values
 
@@ -27,7 +27,7 @@ def published(models: Path, *numbers: int) -> str:
     target = DirectoryTarget(models)
     for number in numbers:
         export, publication = packed(models.parent, number, tokens=1000 * number, peers=2)
-        target.publish(export, publication, "message")
+        target.publish(export, publication)
     return f"file:{models}"
 
 
@@ -40,23 +40,25 @@ def empty(source: PublicationSource) -> FloatArray:
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_reference_comes_back_bit_by_bit(tmp_path: Path, model_type: str, shard_size: str) -> None:
     manifest = manifest_of(model_type)
-    pack(snapshot(4, manifest), tmp_path / "export", RunFacts(tokens=9, peers=2), shard_size)
-    DirectoryTarget(tmp_path / "m").publish(tmp_path / "export", read_export(tmp_path / "export"), "message")
+    pack(snapshot(4, manifest), tmp_path / "export", Results(tokens=9, peers=2), max_shard_size=shard_size)
+    DirectoryTarget(tmp_path / "m").publish(tmp_path / "export", read_export(tmp_path / "export"))
     source = open_source(f"file:{tmp_path / 'm'}")
     reference_N = empty(source)
-    loaded = source.load(reference_N)
+    source.load(reference_N)
     assert reference_N.tobytes() == values(4, model_type).tobytes()
-    assert loaded.manifest == manifest
-    assert (loaded.round, loaded.tokens, loaded.peers, loaded.revision) == (4, 9, 2, "round-000004")
+    assert source.manifest == manifest
+    loaded = source.publication
+    assert (loaded.round, loaded.tokens, loaded.peers, source.revision) == (4, 9, 2, "round-000004")
     # As the swarm's own books would have it.
     reference = Reference(layout_for(model_type), reference_N)
     reference.adopt(loaded.round, loaded.versions)
     assert reference.digest.hex() == loaded.digest
-    assert reference.digests == loaded.digests
-    for block in source.blocks(range(len(source.layout.blocks))):
-        place = source.layout.blocks[block.index]
-        assert block.values_N.tobytes() == reference_N[place.start : place.stop].tobytes()
-        assert (block.version, block.digest) == (loaded.versions[block.index], reference.digests[block.index])
+    assert [digest.hex() for digest in reference.digests] == [block.digest for block in loaded.blocks]
+    indices = range(len(source.layout.blocks))
+    fetched = dict(source.blocks(indices))
+    assert list(fetched) == list(indices)
+    for block in source.layout.blocks:
+        assert fetched[block.index].tobytes() == reference_N[block.where].tobytes()
 
 
 def test_each_revision_can_be_read(tmp_path: Path) -> None:
@@ -83,7 +85,8 @@ def test_a_reader_stays_with_the_revision_that_it_has_opened(tmp_path: Path) -> 
     source = open_source(published(tmp_path / "models", 1))
     published(tmp_path / "models", 2)
     reference_N = empty(source)
-    assert source.load(reference_N).round == 1
+    source.load(reference_N)
+    assert source.publication.round == 1
     assert reference_N.tobytes() == values(1).tobytes()
 
 
@@ -163,10 +166,10 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     """Even if the digests are theirs."""
     good = snapshot(1)
     good.blocks[0][0] = np.nan
-    digests = tuple(digest_of_block(block_N) for block_N in good.blocks)
+    digests = tuple(digest_of_values(block_N) for block_N in good.blocks)
     bad = type(good)(good.manifest, good.model, good.layout, 1, good.versions, digests, good.blocks)
-    pack(bad, tmp_path / "export", RunFacts())
-    DirectoryTarget(tmp_path / "m").publish(tmp_path / "export", read_export(tmp_path / "export"), "message")
+    pack(bad, tmp_path / "export", Results())
+    DirectoryTarget(tmp_path / "m").publish(tmp_path / "export", read_export(tmp_path / "export"))
     source = open_source(f"file:{tmp_path / 'm'}")
     with pytest.raises(PublicationError, match="'shared'"):
         source.load(empty(source))

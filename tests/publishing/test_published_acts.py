@@ -19,9 +19,8 @@ from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.protocol.admission.acts import Target, revoke, use
 from spes_swarm.protocol.admission.grants import Grant, Invitation, extend, new_key
 from spes_swarm.publishing.directory import DirectoryTarget
-from spes_swarm.publishing.pack import facts_of, pack
+from spes_swarm.publishing.export import export, newest_snapshot
 from spes_swarm.publishing.publication import describe_acts, parse_publication
-from spes_swarm.publishing.snapshot import newest_snapshot
 from spes_swarm.storage.acts_file import ActsFile
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.publications import layout_for, manifest_of, output_dir, packed
@@ -63,14 +62,13 @@ def test_acts_are_published_and_read_back_unless_they_are_forged(tmp_path: Path,
     out = output_dir(tmp_path / "out", 5, manifest=manifest)
     for act in (used, forged, revoked):
         ActsFile(RunDirectory(out).acts).append(act)
-    snapshot = newest_snapshot(out)
-    publication = pack(snapshot, tmp_path / "export", facts_of(snapshot, out))
+    publication = export(newest_snapshot(out), out, tmp_path / "export")
     assert publication.decoded_acts == [revoked, used]  # revocations first: they matter most
 
     # A publisher may write anything.
     hostile = publication.model_copy(update={"acts": [*describe_acts([forged]), "A", *publication.acts]})
     (tmp_path / "export" / "spes_swarm.json").write_bytes(hostile.to_bytes())
-    DirectoryTarget(tmp_path / "models").publish(tmp_path / "export", publication, "message")
+    DirectoryTarget(tmp_path / "models").publish(tmp_path / "export", publication)
     new = RunDirectory(tmp_path / "new")
     new.path.mkdir()
     ActsFile(new.acts).append(used)
@@ -82,7 +80,7 @@ def test_acts_are_published_and_read_back_unless_they_are_forged(tmp_path: Path,
 def test_without_acts_the_file_is_as_older_versions_know_it(tmp_path: Path) -> None:
     export, publication = packed(tmp_path, 3)
     assert "acts" not in json.loads((export / "spes_swarm.json").read_text())
-    DirectoryTarget(tmp_path / "models").publish(export, publication, "message")
+    DirectoryTarget(tmp_path / "models").publish(export, publication)
     resume(tmp_path / "new", f"file:{tmp_path / 'models'}")
     assert not RunDirectory(tmp_path / "new").acts.exists()
 

@@ -48,6 +48,12 @@ def block_digest(chunk_digests: Sequence[bytes]) -> bytes:
     return blake3(b"".join(chunk_digests)).digest()
 
 
+def digest_of_values(block_N: FloatArray) -> bytes:
+    """Digest of a block from its values."""
+    starts = range(0, block_N.size, CHUNK_ELEMENTS)
+    return block_digest([chunk_digest(block_N[start : start + CHUNK_ELEMENTS]) for start in starts])
+
+
 def whole_digest(versions: Sequence[int], digests: Sequence[bytes]) -> bytes:
     """Digest of the whole reference."""
     hasher = blake3()
