@@ -6,14 +6,14 @@ a meaning in Markdown or HTML are escaped. A card contains no paths, and only th
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError
@@ -24,7 +24,7 @@ from spes_swarm.base.names import clean_name
 from spes_swarm.base.wording import amount, loss_with_error, plural
 from spes_swarm.config.join_command import data_arguments, describe_data, join_command
 from spes_swarm.config.run import RunConfig
-from spes_swarm.publishing.publication import CARD_FILE, PICTURE_FILE, LossPoint, Publication
+from spes_swarm.publishing.publication import CARD_FILE, PICTURE_FILE, Count, LossPoint, NotNegative, Publication
 from spes_swarm.publishing.target import round_tag
 
 _MAX_ROWS = 100
@@ -213,23 +213,20 @@ def draw_losses(history: Sequence[LossPoint], path: Path) -> bool:
 
 _MAX_RESULTS_BYTES = 8 << 20
 _MAX_NAME_CHARS = 200
-_MARK = '"round"'  # lines without it belong to other events
-
-_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class Contributor(StrictModel):
     """A peer whose owner has agreed to be named."""
 
     name: Annotated[str, Field(max_length=_MAX_NAME_CHARS)]
-    tokens: _Count  # trained on in this run
+    tokens: Count  # trained on in this run
 
 
 class Results(StrictModel):
     """What is known about a run: the content of the file given to `--results`."""
 
-    tokens: _Count | None = None  # trained on by all peers together
-    peers: _Count | None = None  # that took part in the newest round
+    tokens: Count | None = None  # trained on by all peers together
+    peers: Count | None = None  # that took part in the newest round
     history: list[LossPoint] = Field(default_factory=list)
     contributors: list[Contributor] = Field(default_factory=list)
 
@@ -250,6 +247,17 @@ def read_results(path: Path) -> Results:
         raise DataError(f"--results: {first_complaint(exc)}") from exc
 
 
+class _RoundEvent(StrictModel, extra="ignore"):
+    """What is used of a `round` event in `metrics.jsonl`."""
+
+    event: Literal["round"]
+    round: Count
+    eval_loss: NotNegative | None = None
+    eval_loss_stderr: NotNegative | None = None
+    peers: Count | None = None
+    swarm_tokens: Count | None = None
+
+
 def results_of_metrics(path: Path, round_number: int) -> Results:
     """Reads the eval losses up to a round, and the number of its peers, from a peer's `metrics.jsonl`.
 
@@ -257,36 +265,19 @@ def results_of_metrics(path: Path, round_number: int) -> Results:
     """
     points: dict[int, LossPoint] = {}
     peers: int | None = None
-    try:
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                event = _round_event(line)
-                if event is None or not 0 <= event["round"] <= round_number:
-                    continue
-                number, loss, count = event["round"], event.get("eval_loss"), event.get("peers")
-                if isinstance(loss, float) and 0 <= loss < float("inf"):
-                    tokens = event.get("swarm_tokens")
-                    known = type(tokens) is int and tokens >= 0
-                    stderr = event.get("eval_loss_stderr")
-                    points[number] = LossPoint(
-                        round=number,
-                        tokens=tokens if known else None,
-                        loss=loss,
-                        stderr=stderr if isinstance(stderr, float) and 0 <= stderr < float("inf") else None,
-                    )
-                if number == round_number and isinstance(count, int) and count >= 0:
-                    peers = count
-    except OSError:
-        return Results()
+    for event in _round_events(path):
+        if event.round <= round_number and event.eval_loss is not None:
+            points[event.round] = LossPoint(
+                round=event.round, tokens=event.swarm_tokens, loss=event.eval_loss, stderr=event.eval_loss_stderr
+            )
+        if event.round == round_number:
+            peers = event.peers
     return Results(peers=peers, history=[points[number] for number in sorted(points)])
 
 
-def _round_event(line: str) -> dict[str, Any] | None:
-    if _MARK not in line:
-        return None
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_round = isinstance(event, dict) and event.get("event") == "round" and type(event.get("round")) is int
-    return event if is_round else None
+def _round_events(path: Path) -> Iterator[_RoundEvent]:
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if '"round"' in line:  # others are of other events
+                with suppress(ValidationError):
+                    yield _RoundEvent.model_validate_json(line)

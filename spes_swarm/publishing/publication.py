@@ -38,8 +38,8 @@ _MAX_ELEMENTS = 200_000
 _MAX_ACTS_CHARS = MAX_PUBLICATION_BYTES // 2
 _READ_BYTES = 1 << 20
 
-_Count = Annotated[int, Field(ge=0, lt=1 << 62)]
-_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 # One path component, safe on every system and never hidden.
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
@@ -53,24 +53,24 @@ class PublishedFile(StrictModel):
     """A file that a reader needs, with its expected size and hash."""
 
     name: FileName
-    size: _Count  # bytes
+    size: Count  # bytes
     sha256: _Hex64
 
 
 class PublishedBlock(StrictModel):
     """One block of the reference."""
 
-    version: _Count  # round of its last change
+    version: Count  # round of its last change
     digest: _Hex64  # BLAKE3, see protocol/consensus/reference.py
 
 
 class LossPoint(StrictModel):
     """The loss on held-out text after a round."""
 
-    round: _Count
-    tokens: _Count | None  # trained on by all peers so far; None: unknown
-    loss: _NotNegative
-    stderr: _NotNegative | None = None  # standard error of the loss; None: unknown
+    round: Count
+    tokens: Count | None  # trained on by all peers so far; None: unknown
+    loss: NotNegative
+    stderr: NotNegative | None = None  # standard error of the loss; None: unknown
 
 
 class RunDescription(StrictModel):
@@ -89,13 +89,13 @@ class Publication(StrictModel):
     format: Literal[1]
     run_id: Annotated[str, Field(pattern=r"^[a-z0-9-]{1,80}$")]
     run: RunDescription
-    round: _Count
+    round: Count
     digest: _Hex64  # of the whole reference
     layout: _Hex64  # of the parameters' layout
     blocks: Annotated[list[PublishedBlock], Field(min_length=2, max_length=MAX_BLOCKS)]
-    tokens: _Count | None  # trained on by all peers together; None: unknown
-    steps: _Count  # inner steps of the swarm: rounds times the run's inner steps
-    peers: _Count | None  # that took part in the round
+    tokens: Count | None  # trained on by all peers together; None: unknown
+    steps: Count  # inner steps of the swarm: rounds times the run's inner steps
+    peers: Count | None  # that took part in the round
     files: Annotated[list[PublishedFile], Field(min_length=1, max_length=MAX_FILES)]
     history: Annotated[list[LossPoint], Field(max_length=MAX_HISTORY)] = Field(default_factory=list)
     acts: Annotated[list[_Act], Field(max_length=MAX_ACTS)] = Field(default_factory=list)
