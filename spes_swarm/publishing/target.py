@@ -23,7 +23,7 @@ from spes_swarm.base.errors import CheckpointError, ConfigError, PublicationErro
 from spes_swarm.base.user_paths import user_path
 from spes_swarm.publishing.publication import Publication
 
-FILE_SCHEME = "file:"
+_FILE_SCHEME = "file:"
 MAIN = "main"
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _ROUND_TAG = re.compile(r"round-(\d{6,18})")
@@ -46,12 +46,12 @@ def parse_location(text: str, *, with_revision: bool = False) -> Location:
         ConfigError: it is neither.
     """
     rest, revision = text, None
-    if with_revision and "@" in text and not Path(text.removeprefix(FILE_SCHEME)).is_dir():
+    if with_revision and "@" in text and not Path(text.removeprefix(_FILE_SCHEME)).is_dir():
         rest, _, revision = text.rpartition("@")
         if not (_TAG.fullmatch(revision) or _COMMIT.fullmatch(revision)):
             raise ConfigError(f"revision {revision!r:.80}: expected a tag such as round-000120, or a commit")
-    if rest.startswith(FILE_SCHEME):
-        path = rest.removeprefix(FILE_SCHEME)
+    if rest.startswith(_FILE_SCHEME):
+        path = rest.removeprefix(_FILE_SCHEME)
         if not path:
             raise ConfigError("file: must be followed by a directory")
         return Location(None, user_path(path), revision)
@@ -71,7 +71,7 @@ def parse_model(text: str) -> Location:
     path = user_path(text)
     if path.is_dir():
         return Location(None, path, None)
-    if not text.startswith((".", "/", "~", FILE_SCHEME)):
+    if not text.startswith((".", "/", "~", _FILE_SCHEME)):
         if "/" in text and "@" not in text and path.parent.is_dir():  # a stranger could own the name
             raise CheckpointError(
                 f"{text}: no such directory in {path.parent}; if you mean the repository of this name on the Hub, "
