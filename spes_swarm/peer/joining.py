@@ -42,7 +42,6 @@ from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import State
 from spes_swarm.publishing.background import Publishing
 from spes_swarm.publishing.publisher import check_target
-from spes_swarm.publishing.target import parse_location
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory
 from spes_swarm.training.ranks.group import RankGroup
@@ -162,7 +161,7 @@ class Joining:
         context.data.choose(self._run.data)  # obviously different data fails before more is asked of other peers
         self._tokenizer_places = finder.tokenizer_places(self._run)
         if (target := self._peer.publish_to) is not None:
-            if parse_location(target).repo_id is not None:
+            if not target.startswith("file:"):
                 self._console.say(f"asking the Hub whether this peer may publish to {target}")
             if (unknown := check_target(target, self.manifest.run_id)) is not None:
                 self._console.say(f"{unknown}; training starts, and publishing is tried when a round is due")
@@ -488,7 +487,6 @@ class Joining:
             context.network,
             context.metrics,
             peer=self._peer,
-            output_dir=context.directory.path,
             run_id=self.manifest.run_id,
             peer_id=context.identity.peer_id,
             say=self._console.say,

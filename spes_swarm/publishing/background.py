@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import IO, Any
 
 from spes_swarm.base import log
@@ -48,7 +47,6 @@ class Publishing:
     metrics: Metrics  # gets `publish` events, and `fault` events of the kind `publish`
     _: KW_ONLY
     peer: PeerConfig
-    output_dir: Path
     run_id: str
     peer_id: str
     say: Callable[[str], None]
@@ -105,7 +103,7 @@ class Publishing:
         peer = self.peer
         # Part of the bandwidth that rounds need as well.
         upload_mbps = peer.publish_mbps or DURING_ROUNDS_SHARE * (peer.upload_mbps or ASSUMED_MBPS)
-        command = [sys.executable, "-m", "spes_swarm.publish", str(self.output_dir), "--to", self._target]
+        command = [sys.executable, "-m", "spes_swarm.publish", peer.output_dir, "--to", self._target]
         command += ["--background", "--json", "--due", str(due), "--upload-mbps", str(upload_mbps)]
         command += ["--log", log.context.run, log.context.peer, peer.log_level]
         if peer.publish_keep is not None:

@@ -79,7 +79,6 @@ def volunteer(metrics: Metrics, periods: int, say: Callable[[str], None] = lambd
         cast(Port, Network(periods)),
         metrics,
         peer=PeerConfig(publish_to="user/model", publish_every=EVERY),
-        output_dir=Path("out"),
         run_id="run-1",
         peer_id="me",
         say=say,
