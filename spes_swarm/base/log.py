@@ -30,7 +30,6 @@ from spes_swarm.base.errors import LeftEarlyError, UserError, os_errors_as
 NAME: Final = "log.txt"
 MAX_BYTES: Final = 6 << 20
 NUM_FILES: Final = 4
-LEVELS: Final = ("debug", "info", "warning", "error")
 _OWN = ("spes_swarm", "hivemind")  # loggers that have the user's level; those of other libraries start at warnings
 _LIBRARIES = ("hivemind", "huggingface_hub", "transformers", "datasets")  # each prints to standard error by itself
 _SECRETS = re.compile(

@@ -6,8 +6,8 @@ A field's declared type states what it accepts, and error messages are derived f
     class Example(Section):
         rounds: Annotated[int, Range(1)]
 
-Allowed are int, float, bool and str, `Annotated` with a `Range` or a `Pattern`, nested sections, `tuple[T, ...]` and
-`tuple[T, T]` of any of these, `dict[str, ...]` for JSON values, and any of these `| None`.
+Allowed are int, float, bool and str, `Annotated` with a `Range` or a `Pattern`, `Literal` text, nested sections,
+`tuple[T, ...]` and `tuple[T, T]` of any of these, `dict[str, ...]` for JSON values, and any of these `| None`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.base.wording import plural
+from spes_swarm.base.wording import alternatives, plural
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +70,19 @@ class Section:
     check_is_slow = False
 
     def __post_init__(self) -> None:
-        for name, hint in _hints(type(self)).items():
+        for name, hint in hints_of(type(self)).items():
             # Sections are frozen; only here does an int become the declared float, and a list a tuple.
             object.__setattr__(self, name, _checked(hint, getattr(self, name), name))
         self._check()
 
     def to_dict(self) -> dict[str, Any]:
         """Converts a section to plain JSON values: dicts, lists and scalars that share nothing with it."""
-        return {name: _plain(getattr(self, name)) for name in _hints(type(self))}
+        return {name: _plain(getattr(self, name)) for name in hints_of(type(self))}
 
     @classmethod
     def keys(cls, key: str) -> Iterator[str]:
         """Yields the dotted keys of the fields, and of those of nested sections, of a section whose key is `key`."""
-        for name, hint in _hints(cls).items():
+        for name, hint in hints_of(cls).items():
             yield f"{key}.{name}"
             if _is_section(hint):
                 yield from hint.keys(f"{key}.{name}")
@@ -98,7 +98,8 @@ _S = TypeVar("_S", bound=Section)
 _HINTS: dict[type[Section], dict[str, Any]] = {}
 
 
-def _hints(cls: type[Section]) -> dict[str, Any]:
+def hints_of(cls: type[Section]) -> dict[str, Any]:
+    """Returns the declared types of a section's fields, by name."""
     if cls not in _HINTS:
         _HINTS[cls] = get_type_hints(cls, include_extras=True)
     return _HINTS[cls]
@@ -156,7 +157,7 @@ def _check_keys(cls: type[Section], values: Any, where: str, key: str) -> dict[s
     """Returns the declared types of a section; refuses unknown keys, and missing ones that have no default."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}{key}: found {show(values)}, expected a section of keys")
-    hints = _hints(cls)
+    hints = hints_of(cls)
     for name in values:
         if name not in hints:
             raise ConfigError(f"{where}{key}.{name}: unknown key{nearest_key(hints, str(name), f'{key}.')}")
@@ -176,7 +177,7 @@ def _is_section(hint: Any) -> bool:
 
 def _checked(hint: Any, value: Any, key: str) -> Any:
     """Converts a value to its declared type, or raises a ConfigError that starts with the key."""
-    base, constraint, optional = _declared(hint)
+    base, constraint, optional = declared(hint)
     if value is None and optional:
         return None
     wrong = ConfigError(f"{key}: found {show(value)}, expected {_expected(hint)}")
@@ -197,6 +198,10 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
         if not isinstance(value, dict):
             raise wrong
         return _checked_setting(value, key, depth=0)
+    if get_origin(base) is Literal:
+        if not (isinstance(value, str) and value in get_args(base)):
+            raise wrong
+        return value
     # A bool is an int in Python, but `true` in place of a number is a mistake.
     if base is float and type(value) is int:
         try:
@@ -230,11 +235,11 @@ def _checked_setting(value: Any, key: str, depth: int) -> Any:
     return value
 
 
-def _declared(hint: Any) -> tuple[Any, Range | Pattern | None, bool]:
+def declared(hint: Any) -> tuple[Any, Range | Pattern | None, bool]:
     """Splits a type hint into the bare type, its constraint, and whether None is allowed."""
     if get_origin(hint) in (Union, types.UnionType):
         (inner,) = (item for item in get_args(hint) if item is not type(None))
-        base, constraint, _ = _declared(inner)
+        base, constraint, _ = declared(inner)
         return base, constraint, True
     if get_origin(hint) is Annotated:
         base, constraint = get_args(hint)
@@ -244,10 +249,12 @@ def _declared(hint: Any) -> tuple[Any, Range | Pattern | None, bool]:
 
 def _expected(hint: Any) -> str:
     """Describes a declared type in words."""
-    base, constraint, optional = _declared(hint)
+    base, constraint, optional = declared(hint)
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if isinstance(constraint, Pattern):
         text = str(constraint)
+    elif get_origin(base) is Literal:
+        text = alternatives(get_args(base))
     elif get_origin(base) is tuple:
         text = "a list"
     elif get_origin(base) is dict or _is_section(base):
@@ -299,6 +306,6 @@ def nearest_key(keys: Mapping[str, Any], word: str, prefix: str = "") -> str:
     `prefix` is the dotted key of the section, with a trailing dot.
     """
     for section, hint in keys.items():
-        if _is_section(hint) and word in _hints(hint):
+        if _is_section(hint) and word in hints_of(hint):
             return f", did you mean {prefix}{section}.{word}?"
     return nearest(word, keys)

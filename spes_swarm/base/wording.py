@@ -36,6 +36,11 @@ def one_to(most: int, one: str) -> str:
     return plural(most, one) if most == 1 else f"1 to {plural(most, one)}"
 
 
+def alternatives(words: Sequence[str]) -> str:
+    """Formats a choice: "auto", "auto or off", "auto, memory or disk"."""
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
 def loss_with_error(loss: float | None, stderr: float | None = None) -> str:
     """Formats a loss and its standard error, if known, with the same precision: 1.246 ± 0.031; "-" for None."""
     if loss is None:

@@ -1,4 +1,7 @@
-"""The parser of all commands: its mistakes are one line, and an unknown flag leads to what was meant."""
+"""The parser of all commands: its mistakes are one line, and an unknown flag leads to what was meant.
+
+Flags that set fields of a section come from their declarations; see `setting`.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import argparse
 import difflib
 import re
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from itertools import takewhile
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from spes_swarm.base.errors import ConfigError
+from spes_swarm.base.strict import Section, declared, hints_of
 from spes_swarm.base.version import __version__
 
 # Text from a web page may have dashes (\u2013, \u2014) where it had hyphens.
@@ -62,6 +68,69 @@ class OneLineParser(argparse.ArgumentParser):
             return f"{flag} is not a flag of this command; see python -m spes_swarm.join --help"
         where = "--config" if "config" in own else "--config of python -m spes_swarm.join"
         return f"unknown flag {flag}; set {' or '.join(settings[:3])} in a configuration, see {where}"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A field of a section, as a flag."""
+
+    field: str
+    name: str  # --output-dir
+    kind: Any  # bare type, such as int or a Literal
+    default: Any
+    help: str
+    metavar: str  # empty for switches
+    group: str
+
+    @property
+    def meaning(self) -> str:
+        """What it is for, and its default if that says more."""
+        if self.default in (None, False, ()):
+            return self.help
+        values = self.default if isinstance(self.default, tuple) else (self.default,)
+        shown = " ".join(f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+        return f"{self.help} (default: {shown})"
+
+
+def setting(default: Any, help: str, metavar: str = "", *, group: str = "", flag: str = "") -> Any:
+    """Declares a field of a section that is also a flag.
+
+    Args:
+        default: of the field.
+        help: what it is for, in `--help` and in the reference.
+        metavar: what follows the flag; a Literal lists its own values.
+        group: the heading under which it and the fields after it are listed; empty: that of the field before.
+        flag: its name, if that is not the field's.
+    """
+    return field(default=default, metadata={"help": help, "metavar": metavar, "group": group, "flag": flag})
+
+
+def flags_of(cls: type[Section]) -> Iterator[Flag]:
+    """Yields the flags of a section whose fields are all declared by `setting`."""
+    group, hints = "", hints_of(cls)
+    for each in fields(cls):  # type: ignore[arg-type]  # every section is a dataclass
+        about = each.metadata
+        group = about["group"] or group
+        kind, _, _ = declared(hints[each.name])
+        metavar = "|".join(get_args(kind)) if get_origin(kind) is Literal else about["metavar"]
+        name = about["flag"] or f"--{each.name.replace('_', '-')}"
+        yield Flag(each.name, name, kind, each.default, about["help"], metavar, group)
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type[Section]) -> None:
+    """Adds the flags of a section to a parser; those that are not given have no attribute in its result."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for flag in flags_of(cls):
+        if flag.group not in groups:
+            groups[flag.group] = parser.add_argument_group(flag.group)
+        if flag.kind is bool:
+            how: dict[str, Any] = {"action": "store_true"}
+        else:
+            how = {"metavar": flag.metavar, "type": flag.kind if flag.kind in (int, float) else str}
+        if get_origin(flag.kind) is tuple:
+            how["nargs"] = "+"
+        help_text = flag.meaning.replace("%", "%%")
+        groups[flag.group].add_argument(flag.name, dest=flag.field, default=argparse.SUPPRESS, help=help_text, **how)
 
 
 def _name(flag: str) -> str:
