@@ -315,8 +315,10 @@ class SequentialSwarm:
         shortened = {c.member for block in plan.blocks.values() for c in block.contributions if c.scale < _SHORTENED}
         faults = 0
         for state in states:
-            shortened |= {member for member, left in state.agreements.deviations_left().items() if left < _SHORTENED}
-            faults += len(state.refuse_excessive()) + len(state.clipped())
+            shortened |= {
+                member for member, left in state.reduction.agreements.deviations_left().items() if left < _SHORTENED
+            }
+            faults += len(state.results.refuse_excessive()) + len(state.reduction.clipped())
         self._commit(group, states)
         if self._rules is not None:
             held = reassign_group(group, plan, layout.num_experts, self._rules)
@@ -325,7 +327,7 @@ class SequentialSwarm:
                     peer.hold(held[peer.name])
         for peer in leaving:
             self.remove(peer)
-        seen = [found for state in states for found in state.agreements.opposition(plan.claims).values()]
+        seen = [found for state in states for found in state.reduction.agreements.opposition(plan.claims).values()]
         opposition = max([0.0, *map(fmean, seen)])
         return RoundOutcome(
             shortened=len(shortened),
@@ -385,13 +387,13 @@ def _exchange(states: Sequence[RoundState]) -> int:
     for part in plan.parts:
         for contribution in plan.block_of(part).contributions:
             if contribution.member != part.reducer:
-                frame = states[contribution.member].push_frame(part)
-                states[part.reducer].accept(contribution.member, frame)
+                frame = states[contribution.member].contributions.push_frame(part)
+                states[part.reducer].reduction.accept(contribution.member, frame)
                 num_bytes += len(frame.payload)
     for receiver, state in enumerate(states):
-        for index, part in state.wanted.items():
-            result = states[part.reducer].result_frame(index, receiver) if part.reducer != receiver else None
+        for index, part in state.results.wanted.items():
+            result = states[part.reducer].results.frame(index, receiver) if part.reducer != receiver else None
             if result is not None:
-                state.store_result(result)
+                state.results.store(result)
                 num_bytes += len(result.payload)
     return num_bytes

@@ -38,15 +38,15 @@ def exchange_lines(state: RoundState | None, last_heard: Mapping[int, float]) ->
     if state is None:
         yield "no exchange yet"
         return
-    phase = "committed" if state.committed else "ended" if state.finished else "under way"
+    phase = "committed" if state.results.committed else "ended" if state.finished else "under way"
     yield (
         f"exchange of round {state.group.round} with {len(state.group.members)} members, {phase}: "
-        f"{len(state.reduced)} of {state.num_to_reduce} parts reduced here, "
-        f"{len(state.wanted) - len(state.missing())} of {len(state.wanted)} results here"
+        f"{len(state.reduction.reduced)} of {state.reduction.num_to_reduce} parts reduced here, "
+        f"{len(state.results.wanted) - len(state.results.missing())} of {len(state.results.wanted)} results here"
     )
-    owed, now = state.outstanding(), time.monotonic()
+    owed, now = state.reduction.outstanding(), time.monotonic()
     for number, member in enumerate(state.group.members):
-        results = [index for index in state.missing() if state.plan.parts[index].reducer == number]
+        results = [index for index in state.results.missing() if state.plan.parts[index].reducer == number]
         waits = {
             "contributions to parts": ranges(owed.get(number, ()), none=""),
             "results of parts": ranges(results, none=""),

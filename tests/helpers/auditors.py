@@ -20,6 +20,7 @@ from spes_swarm.network.round.audits import Audits
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Part, Plan, make_plan
+from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.taking_back import Previous
 from spes_swarm.protocol.rounds.track_record import TrackRecords
@@ -31,11 +32,17 @@ STALL_S = 8.0  # a member that shows nothing is asked again after a quarter of i
 LIAR, SILENT = 0, 3
 
 
-class Liar(RoundState):
+class Flipped(Reduction):
     """Reduces to the mean with its sign flipped."""
 
     def _mean(self, part: Part, accumulator: Any) -> FloatArray:
         return -super()._mean(part, accumulator)
+
+
+class Liar(RoundState):
+    """One that does so."""
+
+    reduce_by = Flipped
 
 
 @dataclass
@@ -93,13 +100,13 @@ def exchanged(
     for sender in states:
         for target in states:
             for part in plan.pushes(sender.me, target.me):
-                target.accept(sender.me, sender.push_frame(part))
+                target.reduction.accept(sender.me, sender.contributions.push_frame(part))
     for state in states:
-        for index, part in state.wanted.items():
+        for index, part in state.results.wanted.items():
             if part.reducer != state.me:
-                frame = states[part.reducer].result_frame(index, state.me)
+                frame = states[part.reducer].results.frame(index, state.me)
                 assert frame is not None
-                state.store_result(frame)
+                state.results.store(frame)
     for state in states:
         state.commit()
     return states

@@ -14,6 +14,7 @@ from scripts.testing.forked_peer import ForkServer
 from spes_swarm import join, publish
 from spes_swarm.network import run_services
 from spes_swarm.network.round import exchange
+from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.publishing import background, publisher
 from spes_swarm.training import saving
@@ -69,20 +70,20 @@ def launch_freezing(round_number: int) -> ForkServer:
 
 
 def _freezing_main(round_number: int, arguments: list[str]) -> int:
-    push, accept = exchange.Exchange._push, RoundState.accept
+    push, accept = exchange.Exchange._push, Reduction.accept
 
     async def push_nothing(self: exchange.Exchange, state: RoundState, *more: Any) -> None:
         if state.group.round == round_number:
             await asyncio.Event().wait()
         await push(self, state, *more)
 
-    def freeze(self: RoundState, *more: Any) -> None:
-        if self.group.round == round_number:
+    def freeze(self: Reduction, *more: Any) -> None:
+        if self.plan.round == round_number:
             os.kill(os.getpid(), signal.SIGSTOP)  # before anything that was sent can become a result
         accept(self, *more)
 
     setattr(exchange.Exchange, "_push", push_nothing)  # noqa: B010 - mypy does not let a method be assigned to
-    setattr(RoundState, "accept", freeze)  # noqa: B010
+    setattr(Reduction, "accept", freeze)  # noqa: B010
     return join.main(arguments)
 
 

@@ -39,8 +39,9 @@ from spes_swarm.protocol.bitmap import bitmap
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
-from spes_swarm.protocol.rounds.outcome import CommitReport, Result
+from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.protocol.rounds.plan import Form, Part
+from spes_swarm.protocol.rounds.results import Result
 from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.helpers.hosts import MEMBERS
 from tests.helpers.run_settings import settings_without_trainer
@@ -106,16 +107,16 @@ class HostileExchange(Exchange):
                 await self._transfer(state)
         self._keep_signed(state)
         for index in self.mine:
-            state.results.pop(index, None)
+            state.results.known.pop(index, None)
         return state.commit()
 
     def _keep_signed(self, state: RoundState) -> None:
-        state._sign_results()
-        self.honest |= {index: result for index, result in state.results.items() if index in self.mine}
+        state.results.sign()
+        self.honest |= {index: result for index, result in state.results.known.items() if index in self.mine}
 
     async def _roots(self, state: RoundState, part: Part) -> dict[int, Commitment]:
         """The signed roots of those whose work has come in time for the result of a part, by member."""
-        while part.index not in state.reduced and state is self._round:
+        while part.index not in state.reduction.reduced and state is self._round:
             await self._reduced.wait(self._limits.stall_timeout_s / 4)
         self._keep_signed(state)
         honest = self.honest.get(part.index)
@@ -134,7 +135,7 @@ class HostileExchange(Exchange):
                     channel._writer.write(os.urandom(1000))
                     await channel.receive(1024)
                 for number, part in enumerate(parts):
-                    frame = state.push_frame(part)
+                    frame = state.contributions.push_frame(part)
                     await channel.send(
                         frame if self.mode in ("slow", "two_faced") else spoil(frame, BAD_CONTRIBUTIONS, number)
                     )

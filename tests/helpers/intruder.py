@@ -42,6 +42,7 @@ from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.rounds.outcome import Bounds
 from spes_swarm.protocol.rounds.plan import Part, make_plan
+from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
 from tests.helpers.hostile_peer import joined
@@ -53,11 +54,17 @@ CALL_S = 10.0
 PAUSE_S = 0.05
 
 
-class FlippedState(RoundState):
+class Flipped(Reduction):
     """Reduces to the mean with its sign flipped: each round undoes what it should do."""
 
     def _mean(self, part: Part, accumulator: Any) -> FloatArray:
         return -super()._mean(part, accumulator)
+
+
+class FlippedState(RoundState):
+    """The round of one that does so."""
+
+    reduce_by = Flipped
 
 
 @dataclass

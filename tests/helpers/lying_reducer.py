@@ -24,12 +24,13 @@ from scripts.testing.forked_peer import ForkServer, Main
 from spes_swarm import join
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.network.link.wire import Channel
-from spes_swarm.network.round import sync_round
 from spes_swarm.network.round.audits import Audits
 from spes_swarm.protocol.averaging.commitments import Commitment
 from spes_swarm.protocol.averaging.signed_result import encode
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
-from spes_swarm.protocol.rounds.plan import Form, Part
+from spes_swarm.protocol.rounds.plan import Form, Part, Plan
+from spes_swarm.protocol.rounds.reducing import Reduction
+from spes_swarm.protocol.rounds.results import Results
 from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.helpers.slow_join import PAUSE_S, sleeping_main
 
@@ -61,43 +62,43 @@ def launch_lying(kind: str, first_round: int = 0, pause_s: float = PAUSE_S) -> F
 def _lying_main(kind: str, first_round: int, arguments: list[str], main: Main = join.main) -> int:
     values = LIES.get(kind, np.negative if kind in ("some", "forged", "hiding") else np.copy)
 
-    class Liar(RoundState):
-        """Lies in every round from the first one on that it is told."""
+    def lies(plan: Plan) -> bool:
+        """In every round from the first one on that it is told."""
+        return plan.round >= first_round
 
-        @property
-        def lies(self) -> bool:
-            return self.plan.round >= first_round
-
+    class LyingReduction(Reduction):
         def _mean(self, part: Part, accumulator: Any) -> FloatArray:
             mean_N = super()._mean(part, accumulator)
             # By round, too: a member may reduce the same parts in each, and none of those that an index picks.
             chosen = kind != "some" or (part.index + self.plan.round) % 10 == 0
-            return values(mean_N) if self.lies and chosen else mean_N
+            return values(mean_N) if lies(self.plan) and chosen else mean_N
 
         def accept(self, member: int, frame: Frame) -> None:
             victim = next(i for i in range(self.plan.num_members) if i != self.me)
-            if kind == "dropping" and self.lies and member == victim:
+            if kind == "dropping" and lies(self.plan) and member == victim:
                 self.give_up(member)
             else:
                 super().accept(member, frame)
 
-        def _sign_results(self) -> None:
-            if kind == "forged" and self.lies:
+    class LyingResults(Results):
+        def sign(self) -> None:
+            if kind == "forged" and lies(self.plan):
                 self._unsigned = [(p, data, dict.fromkeys(roots, _FORGED)) for p, data, roots in self._unsigned]
-            super()._sign_results()
+            super().sign()
 
-        def result_frame(self, index: int, member: int, sent: dict[Commitment, int] | None = None) -> Frame | None:
+        def frame(self, index: int, member: int, sent: dict[Commitment, int] | None = None) -> Frame | None:
             part = self.plan.parts[index]
             is_difference = self.plan.block_of(part).result_form(member) is Form.DELTA
-            if kind != "two-faced" or not self.lies or member % 2 or part.reducer != self.me or not is_difference:
-                return super().result_frame(index, member, sent)
-            self._sign_results()
-            result = self.results[index]
+            if kind != "two-faced" or not lies(self.plan) or member % 2 or part.reducer != self.me or not is_difference:
+                return super().frame(index, member, sent)
+            self.sign()
+            result = self.known[index]
             assert result.signed is not None
-            codec = self.averaging.codec_of_result(part)
+            codec = self._averaging.codec_of_result(part)
             opposite = codec.encode(-codec.decode(result.data, part.size))
             roots = dict(zip(sorted(result.included), result.signed.commitments, strict=True))
-            (signed,) = self.averaging.sign(self.key, self.group.exchange, [(part, opposite, roots)])
+            reducer = self._inputs
+            (signed,) = self._averaging.sign(reducer.key, reducer.group.exchange, [(part, opposite, roots)])
             extra = encode(result.included, self.plan.num_members, signed, {} if sent is None else sent)
             return Frame(FrameKind.DATA, Form.DELTA, index, 0.0, extra, opposite)
 
@@ -105,7 +106,7 @@ def _lying_main(kind: str, first_round: int, arguments: list[str], main: Main = 
         del audits, state, channel, indices
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sync_round, "RoundState", Liar))
+        stack.enter_context(mock.patch.multiple(RoundState, reduce_by=LyingReduction, results_by=LyingResults))
         if kind in ("hiding", "accomplice"):
             stack.enter_context(mock.patch.object(Audits, "_show", show_nothing))
         return main(arguments)

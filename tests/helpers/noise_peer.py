@@ -31,6 +31,7 @@ from spes_swarm.port.messages import CaughtUp
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.rounds.own_statement import difference_rms
 from spes_swarm.protocol.rounds.plan import Part
+from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.helpers.hostile_peer import membership
 
@@ -40,7 +41,7 @@ LOUD_RMS = 0.9
 FIRST_RMS = 0.01  # while no round has shown how far honest peers move
 
 
-class NoisyState(RoundState):
+class NoisyReduction(Reduction):
     """Reduces to noise as long as the honest mean, the same for everybody."""
 
     def _mean(self, part: Part, accumulator: Any) -> FloatArray:
@@ -64,9 +65,9 @@ async def attack(maddr: str, directory: Path, kind: str, size: float) -> None:
     lies: dict[str, Any] = {}
     if kind == "understated":
         lies["difference_rms"] = lambda *arguments: [rms / 10 for rms in difference_rms(*arguments)]
-    if kind == "reducer":
-        lies["RoundState"] = NoisyState
     with ExitStack() as stack:
+        if kind == "reducer":
+            stack.enter_context(mock.patch.object(RoundState, "reduce_by", NoisyReduction))
         for name, lie in lies.items():
             stack.enter_context(mock.patch.object(sync_round, name, lie))
         await _take_part(maddr, directory, rng, LOUD_RMS if kind == "loud" else None, size)

@@ -155,22 +155,22 @@ def hold_round(
     for sender, state in enumerate(states):
         for reducer, target in enumerate(states):
             for part in plan.pushes(sender, reducer):
-                frame = state.push_frame(part)
+                frame = state.contributions.push_frame(part)
                 state.payload_bytes_sent += len(frame.payload)
                 if not lose_push(sender, frame):
-                    target.accept(sender, frame)
+                    target.reduction.accept(sender, frame)
     for target in states:
-        for member in target.outstanding():
-            target.give_up(member)
+        for member in target.reduction.outstanding():
+            target.reduction.give_up(member)
     for receiver, state in enumerate(states):
-        for index, part in state.wanted.items():
+        for index, part in state.results.wanted.items():
             if part.reducer != receiver:
-                result = states[part.reducer].result_frame(index, receiver)
+                result = states[part.reducer].results.frame(index, receiver)
                 if result is not None and not lose_result(receiver, result):
                     states[part.reducer].payload_bytes_sent += len(result.payload)
-                    state.store_result(result)
+                    state.results.store(result)
     for state in states:
-        state.refuse_excessive()
+        state.results.refuse_excessive()
     lineage = common_lineage(group.members).after(group.round, group.id)
     for p, state in zip(peers, states, strict=True):
         p.reports.append(state.commit())

@@ -23,7 +23,7 @@ def signed_roots(states: Sequence[RoundState], part: Part) -> dict[int, Commitme
     """The signed roots of all that contribute to a part, by member."""
     members = [contribution.member for contribution in states[0].plan.block_of(part).contributions]
     for member in members:
-        states[member].push_frame(part)
+        states[member].contributions.push_frame(part)
     return {member: states[member].contributions.commitments[part.index] for member in members}
 
 

@@ -77,7 +77,7 @@ class SlowExchange(Exchange):
                 await channel.send_hello(group=state.group.id)
                 for number, part in enumerate(parts, start=1):
                     await asyncio.sleep(self._began + last_s * number / len(parts) - now())
-                    await channel.send(state.push_frame(part))
+                    await channel.send(state.contributions.push_frame(part))
                 await channel.end()
 
     async def _stream_reduced(self, state: RoundState, member: int, channel: Channel) -> None:

@@ -113,7 +113,7 @@ def test_a_member_has_been_served_once_it_closes_its_stream() -> None:
             async with open_channel(client.daemon.p2p, server.peer_id, f"{RUN_ID}/push", LONG_S) as channel:
                 await channel.send_hello(group=group.id)
                 for part in plan.pushes(puller, reducer):
-                    await channel.send(states[puller].push_frame(part))
+                    await channel.send(states[puller].contributions.push_frame(part))
                 await channel.end()
             num_bytes = 0
             async with open_channel(client.daemon.p2p, server.peer_id, f"{RUN_ID}/pull", LONG_S) as channel:

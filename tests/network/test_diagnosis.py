@@ -56,14 +56,17 @@ def test_whoever_an_exchange_waits_for_is_named_with_the_parts() -> None:
     state = two_members()
     other = state.group.members[1].peer_id
     lines = list(exchange_lines(state, {0: 0.0, 1: 0.0}))
-    done, num_parts = len(state.reduced), state.num_to_reduce  # parts that nobody else contributes to are done
+    done, num_parts = (
+        len(state.reduction.reduced),
+        state.reduction.num_to_reduce,
+    )  # parts that nobody else contributes to are done
     assert 0 < done < num_parts
     assert lines[0].startswith(
         f"exchange of round 1 with 2 members, under way: {done} of {num_parts} parts reduced here, "
     )
     (line,) = (line for line in lines if other in line)
-    owed = state.outstanding()[1]
-    results = [index for index in state.missing() if state.plan.parts[index].reducer == 1]
+    owed = state.reduction.outstanding()[1]
+    results = [index for index in state.results.missing() if state.plan.parts[index].reducer == 1]
     assert owed
     assert results
     assert f"contributions to parts {owed[0]}" in line

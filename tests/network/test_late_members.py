@@ -57,7 +57,7 @@ class Meeting:
                 async with open_channel(self.slow_host.daemon.p2p, to, f"{RUN_ID}/push", 60.0) as channel:
                     await channel.send_hello(group=self.group.id)
                     for part in pushes:
-                        await channel.send(self.states[self.slow].push_frame(part))
+                        await channel.send(self.states[self.slow].contributions.push_frame(part))
                     await channel.end()
 
 
@@ -122,7 +122,7 @@ async def meeting(pace: float, doubted: Sequence[str] = (), *, known_as_late: bo
 
 def included(meets: Meeting) -> set[frozenset[int]]:
     """Whose work is in the results that the three hold."""
-    return {result.included for state in meets.states for result in state.results.values()}
+    return {result.included for state in meets.states for result in state.results.known.values()}
 
 
 @pytest.mark.parametrize("pace", [0.0, 1.0], ids=["before anything was measured", "afterwards"])

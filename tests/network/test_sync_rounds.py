@@ -43,12 +43,12 @@ def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
             )
             for one, two in ((state, other), (other, state)):
                 for part in state.plan.pushes(one.me, two.me):
-                    two.accept(one.me, one.push_frame(part))
-            for index, part in state.wanted.items():
+                    two.reduction.accept(one.me, one.contributions.push_frame(part))
+            for index, part in state.results.wanted.items():
                 if part.reducer == other.me:
-                    result = other.result_frame(index, state.me)
+                    result = other.results.frame(index, state.me)
                     assert result is not None
-                    state.store_result(result)
+                    state.results.store(result)
         return state.commit()
 
     def on_fault(peer_id: str, error: ProtocolError) -> None:

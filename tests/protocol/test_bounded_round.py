@@ -11,7 +11,7 @@ from spes_swarm.protocol.averaging.clipping import MAX_ROUNDS_APART
 from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.frames import Frame
 from spes_swarm.protocol.rounds.plan import BlockPlan, Form, make_plan
-from spes_swarm.protocol.rounds.result_bounds import excessive_results
+from spes_swarm.protocol.rounds.results import excessive_results
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import MAX_RMS
 from spes_swarm.protocol.rounds.track_record import TrackRecords
@@ -70,7 +70,7 @@ def test_honest_members_do_not_notice_the_bounds(codec: str) -> None:
         for number in (1, 2, 3):
             train(peers, seed=number)
             _, states = hold_round(peers, number, codec=codec, part_elements=1024, clip=clip)
-            assert not any(state.clipped() for state in states)
+            assert not any(state.reduction.clipped() for state in states)
         references.append(peers[0].reference.values_N)
     np.testing.assert_allclose(references[1], references[0], atol=1e-7)
 
@@ -95,7 +95,7 @@ def test_whoever_has_worked_while_the_others_have_only_begun_counts_whole() -> N
     begin(peers, usual_rms=STEP)
     plan, states = hold_round(peers, 1, part_elements=1024, clip=CLIP)
     assert plan.blocks[0].stretch == pytest.approx(8, rel=0.1)
-    assert not any(state.clipped() for state in states)
+    assert not any(state.reduction.clipped() for state in states)
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_measured_by_those_who_have_only_begun_it_would_be_shortened(monkeypatch
     peers[0].tokens = 10_000
     begin(peers, usual_rms=STEP)
     _, states = hold_round(peers, 1, part_elements=1024, clip=CLIP)
-    assert any(state.clipped() for state in states[1:])
+    assert any(state.reduction.clipped() for state in states[1:])
 
 
 def test_noise_is_shortened_although_the_others_have_only_begun() -> None:
@@ -153,7 +153,7 @@ def test_an_expert_that_was_cut_down_does_not_come_back_longer() -> None:
 def refusal(state: RoundState, frame: Frame) -> str:
     """The kind of fault for which the hostile member's contribution is refused, empty if it is not."""
     try:
-        state.accept(HOSTILE, frame)
+        state.reduction.accept(HOSTILE, frame)
     except ProtocolError as exc:
         return exc.kind
     return ""
@@ -164,13 +164,13 @@ def test_more_than_was_stated_is_refused() -> None:
     train(peers)
     plan, states = states_of(peers)
     add_noise(peers[HOSTILE], 5 * STEP)  # after the statement
-    kinds = [refusal(states[0], states[HOSTILE].push_frame(part)) for part in plan.pushes(HOSTILE, 0)]
+    kinds = [refusal(states[0], states[HOSTILE].contributions.push_frame(part)) for part in plan.pushes(HOSTILE, 0)]
     assert set(kinds) <= {"", "norm"}
     assert kinds.count("norm") > kinds.count("")
-    assert HOSTILE in states[0].refused
+    assert HOSTILE in states[0].reduction.refused
     # An honest one passes, all of it.
     for part in plan.pushes(1, 0):
-        states[0].accept(1, states[1].push_frame(part))
+        states[0].reduction.accept(1, states[1].contributions.push_frame(part))
 
 
 def test_a_statement_of_any_length_is_dealt_with() -> None:
@@ -181,7 +181,7 @@ def test_a_statement_of_any_length_is_dealt_with() -> None:
     plan, states = states_of(peers)
     assert plan.blocks[0].contributions[HOSTILE].stated_rms == MAX_RMS
     for part in plan.pushes(HOSTILE, 0):
-        assert refusal(states[0], states[HOSTILE].push_frame(part)) in ("norm", "nonfinite")
+        assert refusal(states[0], states[HOSTILE].contributions.push_frame(part)) in ("norm", "nonfinite")
 
 
 @pytest.mark.parametrize("length", [0.9, 10.0])
@@ -197,13 +197,13 @@ def test_results_longer_than_their_contributions_are_dropped_by_all(length: floa
             payload = states[0].codec.encode(values_N)
             frame = signed_result(states[HOSTILE], part, payload, signed_roots(states, part))
             for state in receivers:
-                state.store_result(frame)
+                state.results.store(frame)
     theirs = {part.index for part in plan.parts if part.reducer == HOSTILE}
-    faults = [state.refuse_excessive() for state in receivers]
-    dropped = [theirs - state.results.keys() for state in receivers]
+    faults = [state.results.refuse_excessive() for state in receivers]
+    dropped = [theirs - state.results.known.keys() for state in receivers]
     assert all(who == HOSTILE and error.kind == "norm" for found in faults for who, error in found)
     assert all(same == dropped[0] for same in dropped)
-    assert all(set(state.excessive) == same for state, same in zip(receivers, dropped, strict=True))
+    assert all(set(state.results.excessive) == same for state, same in zip(receivers, dropped, strict=True))
     if length < 1.0:
         assert not dropped[0]
         assert not any(faults)
@@ -274,10 +274,12 @@ def accepted_from_afar(last_commit: int | None, apart: float = 1.0) -> list[tupl
     )
     counted = []
     for part, contribution in plan.contributed(HOSTILE, 0):
-        state.accept(HOSTILE, states[HOSTILE].push_frame(part))
+        state.reduction.accept(HOSTILE, states[HOSTILE].contributions.push_frame(part))
         where = slice(part.start, part.start + part.size)
         sent_N = peers[HOSTILE].live_N[where] - peers[0].reference.values_N[where]
-        differences = state._accumulators[part.index].differences if part.index in state._accumulators else {}
+        differences = (
+            state.reduction._accumulators[part.index].differences if part.index in state.reduction._accumulators else {}
+        )
         if HOSTILE in differences:
             counted.append((sent_N, differences[HOSTILE], contribution.limit_rms))
     assert counted
@@ -374,7 +376,7 @@ def test_a_block_that_was_healed_in_part_stays_behind() -> None:
     train(peers, seed=4)
     lost = iter([True, False] * 1000)
     _, states = hold_round(peers, 4, lose_result=lambda receiver, frame: receiver == 0 and next(lost))
-    missed = {states[0].plan.parts[index].block for index in states[0].missing()}
+    missed = {states[0].plan.parts[index].block for index in states[0].results.missing()}
     assert 0 in missed
     assert late.reports[-1].parts_missing > 0
     behind, ahead = late.reference, others[0].reference

@@ -174,7 +174,7 @@ def test_a_part_with_one_contribution_uses_the_codec_of_contributions() -> None:
     learn(peers, true_differences(peers))
     plan, states = hold_round(peers, 1, codec="int4", result_codec="int8", part_elements=1024)
     for state in states:
-        for index, result in state.results.items():
+        for index, result in state.results.known.items():
             part = plan.parts[index]
             several = len(plan.block_of(part).contributions) > 1
             assert len(result.data) == get_codec("int8" if several else "int4").num_bytes(part.size)
@@ -229,7 +229,9 @@ def test_honest_members_are_within_the_bounds(codec: str) -> None:
     for number in range(1, 6):
         learn(peers, true_differences(peers, seed=number))
         _, states = hold_round(peers, number, codec=codec, part_elements=1024, clip=1.5)
-        assert not any(state.refused or state.excessive or state.own_faults for state in states)
+        assert not any(
+            state.reduction.refused or state.results.excessive or state.reduction.own_faults for state in states
+        )
         assert not any(peers[i].reports[-1].parts_missing for i in range(len(peers)))
 
 

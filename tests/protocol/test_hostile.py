@@ -120,19 +120,19 @@ def finish(plan: Plan, states: list[RoundState], *, hostile_results: Callable[[i
     for sender in honest:
         for target in honest:
             for part in plan.pushes(sender.me, target.me):
-                target.accept(sender.me, sender.push_frame(part))
+                target.reduction.accept(sender.me, sender.contributions.push_frame(part))
     for target in honest:
-        target.give_up(HOSTILE)
-        assert not target.outstanding()
+        target.reduction.give_up(HOSTILE)
+        assert not target.reduction.outstanding()
     for receiver in honest:
-        for index, part in receiver.wanted.items():
-            frame = states[part.reducer].result_frame(index, receiver.me) if part.reducer != receiver.me else None
+        for index, part in receiver.results.wanted.items():
+            frame = states[part.reducer].results.frame(index, receiver.me) if part.reducer != receiver.me else None
             if frame is None:
                 continue
             if part.reducer == HOSTILE:
                 hostile_results(receiver.me, frame)
             else:
-                receiver.store_result(frame)
+                receiver.results.store(frame)
     for receiver in honest:
         receiver.commit()
 
@@ -179,33 +179,33 @@ def test_a_bad_contribution_is_refused_and_the_part_completes_without_it(name: s
     for target in states[:HOSTILE]:
         for part in plan.pushes(HOSTILE, target.me):
             with pytest.raises(ProtocolError) as caught:
-                target.accept(HOSTILE, spoil(states[HOSTILE].push_frame(part), codec))
+                target.reduction.accept(HOSTILE, spoil(states[HOSTILE].contributions.push_frame(part), codec))
             assert caught.value.kind == kind
             num_sent += 1
             if kind != "part":  # its word for this part is spent: the right frame comes too late
-                assert HOSTILE not in target._accumulators[part.index].outstanding
+                assert HOSTILE not in target.reduction._accumulators[part.index].outstanding
                 with pytest.raises(ProtocolError, match="duplicate"):
-                    target.accept(HOSTILE, states[HOSTILE].push_frame(part))
+                    target.reduction.accept(HOSTILE, states[HOSTILE].contributions.push_frame(part))
     assert num_sent
     finish(plan, states, hostile_results=drop)
     assert_honest_outcome(peers, codec)
     for state in states[:HOSTILE]:
-        assert not any(HOSTILE in result.included for result in state.results.values())
+        assert not any(HOSTILE in result.included for result in state.results.known.values())
 
 
 def test_contributions_to_others_parts_or_experts_are_refused() -> None:
     peers, plan, states = three_peers()
-    template = states[HOSTILE].push_frame(plan.pushes(HOSTILE, 0)[0])
+    template = states[HOSTILE].contributions.push_frame(plan.pushes(HOSTILE, 0)[0])
     mine = {part.index for part in plan.pushes(HOSTILE, 0)}
     for part in plan.parts:
         if part.index in mine:
             continue
         frame = dataclasses.replace(template, part=part.index)
-        if part.reducer == 0 and part.index in states[0].results:
-            states[0].accept(HOSTILE, frame)  # complete before it came: late, and without effect
+        if part.reducer == 0 and part.index in states[0].results.known:
+            states[0].reduction.accept(HOSTILE, frame)  # complete before it came: late, and without effect
         else:
             with pytest.raises(ProtocolError, match="part"):
-                states[0].accept(HOSTILE, frame)
+                states[0].reduction.accept(HOSTILE, frame)
     finish(plan, states, hostile_results=drop)
     assert_honest_outcome(peers)
 
@@ -213,10 +213,10 @@ def test_contributions_to_others_parts_or_experts_are_refused() -> None:
 def test_a_contribution_counts_once() -> None:
     _, plan, states = three_peers()
     part = plan.pushes(HOSTILE, 0)[0]
-    frame = states[HOSTILE].push_frame(part)
-    states[0].accept(HOSTILE, frame)
+    frame = states[HOSTILE].contributions.push_frame(part)
+    states[0].reduction.accept(HOSTILE, frame)
     with pytest.raises(ProtocolError, match="duplicate"):
-        states[0].accept(HOSTILE, frame)
+        states[0].reduction.accept(HOSTILE, frame)
 
 
 @pytest.mark.parametrize("name", BAD_RESULTS)
@@ -229,14 +229,14 @@ def test_a_bad_result_is_refused_and_counts_as_missing(name: str, codec: str) ->
     def results(receiver: int, frame: Frame) -> None:
         nonlocal refused
         with pytest.raises(ProtocolError) as caught:
-            states[receiver].store_result(spoil(frame, codec))
+            states[receiver].results.store(spoil(frame, codec))
         assert caught.value.kind == kind
-        assert frame.part in states[receiver].missing()
+        assert frame.part in states[receiver].results.missing()
         refused += 1
 
     for sender in states[:HOSTILE]:  # the hostile reducer has averaged properly, and only then lies
         for part in plan.pushes(sender.me, HOSTILE):
-            states[HOSTILE].accept(sender.me, sender.push_frame(part))
+            states[HOSTILE].reduction.accept(sender.me, sender.contributions.push_frame(part))
     finish(plan, states, hostile_results=results)
     assert refused
     assert_honest_outcome(peers, codec)
@@ -246,12 +246,12 @@ def test_a_result_cannot_name_members_that_do_not_contribute() -> None:
     _, plan, states = three_peers()
     part = next(p for p in plan.parts if p.block == 1 + HOSTILE)
     assert part.reducer == HOSTILE
-    frame = states[HOSTILE].result_frame(part.index, 0)
+    frame = states[HOSTILE].results.frame(part.index, 0)
     assert frame is not None
     roots = dict.fromkeys((0, HOSTILE), signed_roots(states, part)[HOSTILE])
     with pytest.raises(ProtocolError, match=r"malformed: .* names members that do not contribute"):
-        states[0].store_result(signed_result(states[HOSTILE], part, frame.payload, roots))
-    states[0].store_result(frame)
+        states[0].results.store(signed_result(states[HOSTILE], part, frame.payload, roots))
+    states[0].results.store(frame)
 
 
 @pytest.mark.parametrize("codec", LOSSY)
@@ -263,21 +263,21 @@ def test_a_peer_whose_own_weights_are_nan_spoils_nothing(codec: str) -> None:
     states = [
         RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), UNBOUNDED, KEY) for i, p in enumerate(peers)
     ]
-    assert {error.kind for error in states[HOSTILE].own_faults} == {"norm"}
+    assert {error.kind for error in states[HOSTILE].reduction.own_faults} == {"norm"}
     for sender in states:
         for target in states:
             for part in plan.pushes(sender.me, target.me):
-                frame = sender.push_frame(part)
+                frame = sender.contributions.push_frame(part)
                 if sender.me != HOSTILE:
-                    target.accept(sender.me, frame)
+                    target.reduction.accept(sender.me, frame)
                 else:
                     with pytest.raises(ProtocolError, match="nonfinite"):
-                        target.accept(sender.me, frame)
+                        target.reduction.accept(sender.me, frame)
     for state in states:
-        for index, part in state.wanted.items():
-            result = states[part.reducer].result_frame(index, state.me) if part.reducer != state.me else None
+        for index, part in state.results.wanted.items():
+            result = states[part.reducer].results.frame(index, state.me) if part.reducer != state.me else None
             if result is not None:
-                state.store_result(result)
+                state.results.store(result)
     for state in states:
         state.commit()
     assert len({p.reference.digest for p in peers}) == 1
@@ -292,11 +292,11 @@ def test_different_results_for_different_members_heal_in_the_next_round(codec: s
     def results(receiver: int, frame: Frame) -> None:
         lie_N = np.full(plan.parts[frame.part].size, 1e-3 * (receiver + 1), np.float32)
         lie = dataclasses.replace(frame, payload=get_codec(codec).encode(lie_N))
-        states[receiver].store_result(resigned_result(states[HOSTILE], lie))
+        states[receiver].results.store(resigned_result(states[HOSTILE], lie))
 
     for sender in states[:HOSTILE]:
         for part in plan.pushes(sender.me, HOSTILE):
-            states[HOSTILE].accept(sender.me, sender.push_frame(part))
+            states[HOSTILE].reduction.accept(sender.me, sender.contributions.push_frame(part))
     finish(plan, states, hostile_results=results)
     honest = peers[:HOSTILE]
     assert len({p.reference.digest for p in honest}) == 2
@@ -343,14 +343,14 @@ def test_arbitrary_frames_are_refused_or_harmless(
         frame = resigned_contribution(states[HOSTILE], pushed) if signed else pushed
         for state in states[:HOSTILE]:
             try:
-                state.accept(HOSTILE, frame)
+                state.reduction.accept(HOSTILE, frame)
             except ProtocolError:
                 continue
     for frame in results:
-        wrong = [s for s in states[:HOSTILE] if frame.part not in s.wanted]
+        wrong = [s for s in states[:HOSTILE] if frame.part not in s.results.wanted]
         for state in wrong:
             with pytest.raises(ProtocolError):
-                state.store_result(frame)
+                state.results.store(frame)
     finish(plan, states, hostile_results=drop)
     honest = peers[:HOSTILE]
     assert len({p.reference.digest for p in honest}) == 1
@@ -373,11 +373,11 @@ def test_arbitrary_results_are_refused_or_valid(results: list[Frame], codec: str
             part = plan.parts[frame.part]
             of_reducer = signed_result(states[part.reducer], part, frame.payload, signed_roots(states, part))
             frame = dataclasses.replace(frame, extra=of_reducer.extra)
-        held = dict(state.results)
+        held = dict(state.results.known)
         try:
-            state.store_result(frame)
+            state.results.store(frame)
         except ProtocolError:
-            assert state.results == held
+            assert state.results.known == held
     np.testing.assert_array_equal(state.reference.values_N, before_N)
     state.commit()  # must not fail half-way, whatever has been accepted
     assert np.isfinite(state.reference.values_N).all()
@@ -406,17 +406,17 @@ def test_bad_full_values_are_refused_as_a_result_where_the_base_is_another(
     plan, states = split_peers()
     for sender in states:
         for part in plan.pushes(sender.me, 0):
-            states[0].accept(sender.me, sender.push_frame(part))
-    results = [states[0].result_frame(index, HOSTILE) for index in states[0].reduced]
+            states[0].reduction.accept(sender.me, sender.contributions.push_frame(part))
+    results = [states[0].results.frame(index, HOSTILE) for index in states[0].reduction.reduced]
     full = [frame for frame in results if frame is not None and frame.form is Form.FULL]
     assert full
     for frame in full:
         wrong = dataclasses.replace(frame, payload=float_bytes(value, len(frame.payload) // 4 + length))
         with pytest.raises(ProtocolError) as caught:
-            states[HOSTILE].store_result(wrong)
+            states[HOSTILE].results.store(wrong)
         assert caught.value.kind == kind
-        assert frame.part in states[HOSTILE].missing()
-        states[HOSTILE].store_result(frame)
+        assert frame.part in states[HOSTILE].results.missing()
+        states[HOSTILE].results.store(frame)
 
 
 def test_a_full_contribution_that_overflows_is_refused() -> None:
@@ -425,4 +425,4 @@ def test_a_full_contribution_that_overflows_is_refused() -> None:
     state.reference.values_N[part.start : part.start + part.size] = -3e38
     payload = EXACT.encode(np.full(part.size, 3e38, np.float32))
     with pytest.raises(ProtocolError, match="norm"):
-        state.accept(HOSTILE, Frame(FrameKind.DATA, Form.FULL, part.index, contribution.weight, b"", payload))
+        state.reduction.accept(HOSTILE, Frame(FrameKind.DATA, Form.FULL, part.index, contribution.weight, b"", payload))

@@ -62,7 +62,7 @@ def test_work_that_was_dropped_for_long_passes_at_the_next_reducer() -> None:
     where = slice(dropped.start, dropped.start + dropped.size)
     assert rms((peers[0].live_N - peers[0].reference.values_N)[where]) > 2 * STEP
     _, states = hold_round(peers[:12], 9, codec="fp16", part_elements=1024, clip=CLIP)
-    assert not any(state.refused or state.own_faults for state in states)
+    assert not any(state.reduction.refused or state.reduction.own_faults for state in states)
 
 
 @pytest.mark.parametrize(("clip", "untouched"), [(CLIP, 0.6), (0.0, 0.9)])

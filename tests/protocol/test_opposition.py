@@ -45,7 +45,7 @@ def test_a_member_that_contributes_the_opposite_or_nothing_is_ignored(length: fl
 
 def seen_by(*states: RoundState) -> list[list[float]]:
     """What these members have seen of each other member, by part."""
-    return [found for state in states for found in state.agreements.opposition(state.plan.claims).values()]
+    return [found for state in states for found in state.reduction.agreements.opposition(state.plan.claims).values()]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_who_contributes_next_to_nothing_for_its_tokens_opposes_the_others(
     who.tokens = tokens
     who.live_N[:] = who.reference.values_N + length * (who.live_N - who.reference.values_N)
     plan, states = hold_round(peers, 1, codec="fp16", part_elements=1024, clip=CLIP)
-    seen = [state.agreements.opposition(plan.claims) for state in states[:HOSTILE]]
+    seen = [state.reduction.agreements.opposition(plan.claims) for state in states[:HOSTILE]]
     assert [set(found[HOSTILE]) for found in seen] == [{float(counts)}] * HOSTILE
     assert {max(found[i]) for found in seen for i in found if i != HOSTILE} == {0.0}
 
@@ -144,7 +144,7 @@ def test_full_values_of_a_slow_member_do_not_count_as_opposition() -> None:
             hold_round(peers[HOSTILE:], 1, codec="fp16", part_elements=1024, clip=CLIP)
     plan, states = hold_round(peers, 2, codec="fp16", part_elements=1024, clip=CLIP)
     assert {c.form for c in plan.blocks[0].contributions} == {Form.DELTA, Form.FULL}
-    seen = [state.agreements.opposition(plan.claims) for state in states]
+    seen = [state.reduction.agreements.opposition(plan.claims) for state in states]
     assert not seen[HOSTILE]
     assert all(HOSTILE not in each for each in seen)
     assert any(seen)

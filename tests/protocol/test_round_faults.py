@@ -43,11 +43,11 @@ def test_a_member_is_named_for_pulling_aside_in_the_second_round_of_it() -> None
         )
         for sender in states[1:]:
             for part in plan.pushes(sender.me, 0):
-                state.accept(sender.me, sender.push_frame(part))
+                state.reduction.accept(sender.me, sender.contributions.push_frame(part))
         if number == NUM_FIRST_COMMITS:
-            left = state.agreements.deviations_left()[HOSTILE]
+            left = state.reduction.agreements.deviations_left()[HOSTILE]
             assert round_faults.MATERIAL_DEVIATION / 2 < left < round_faults.MATERIAL_DEVIATION
-        names.append([member for member, _ in state.clipped()])
+        names.append([member for member, _ in state.reduction.clipped()])
         state.record_commit(met)
     assert names == [[]] * NUM_FIRST_COMMITS + [[], [HOSTILE], [HOSTILE]]
 

@@ -53,16 +53,16 @@ def contribute(plan: Plan, states: list[RoundState]) -> None:
     for sender in states:
         for target in states:
             for part in plan.pushes(sender.me, target.me):
-                target.accept(sender.me, sender.push_frame(part))
+                target.reduction.accept(sender.me, sender.contributions.push_frame(part))
 
 
 def distribute(states: list[RoundState]) -> None:
     for receiver in states:
-        for index, part in receiver.wanted.items():
+        for index, part in receiver.results.wanted.items():
             if part.reducer != receiver.me:
-                frame = states[part.reducer].result_frame(index, receiver.me)
+                frame = states[part.reducer].results.frame(index, receiver.me)
                 assert frame is not None
-                receiver.store_result(frame)
+                receiver.results.store(frame)
 
 
 @pytest.mark.parametrize(("clip", "bounded"), [(0.0, False), (0.5, True), (1.5, True)])
@@ -88,32 +88,32 @@ def test_before_anything_has_come_nothing_has_come() -> None:
     assert not state.ended
     assert not state.finished
     assert not state.unreliable
-    assert not state.excessive
+    assert not state.results.excessive
     assert (state.payload_bytes_sent, state.payload_bytes_received) == (0, 0)
-    assert len(state.missing()) == len(state.wanted) - len(state.reduced)
-    assert state.num_to_reduce >= len(state.outstanding()) > 0
+    assert len(state.results.missing()) == len(state.results.wanted) - len(state.reduction.reduced)
+    assert state.reduction.num_to_reduce >= len(state.reduction.outstanding()) > 0
 
 
 def test_what_came_is_counted() -> None:
     plan, (state, sender, _) = begun(trained_peers())
     completions: list[int] = []
-    state.on_reduced = lambda: completions.append(state.reduced[-1])
-    reduced = list(state.reduced)
-    frames = [sender.push_frame(what) for what in plan.pushes(1, 0)]
+    state.reduction.on_reduced = lambda: completions.append(state.reduction.reduced[-1])
+    reduced = list(state.reduction.reduced)
+    frames = [sender.contributions.push_frame(what) for what in plan.pushes(1, 0)]
     assert all(frame.kind is FrameKind.DATA and Opening.from_wire(frame.extra) for frame in frames)
     for frame in frames:
-        state.accept(1, frame)
+        state.reduction.accept(1, frame)
     assert state.payload_bytes_received == sum(len(frame.payload) for frame in frames)
-    assert reduced + completions == state.reduced
+    assert reduced + completions == state.reduction.reduced
 
 
 def test_results_become_ready_one_by_one_and_say_who_is_in_them() -> None:
     plan, states = begun(trained_peers())
     contribute(plan, states)
     for state in states:
-        assert sorted(state.reduced) == [part.index for part in plan.parts if part.reducer == state.me]
-        for index in state.reduced:
-            frame = state.result_frame(index, (state.me + 1) % 3)
+        assert sorted(state.reduction.reduced) == [part.index for part in plan.parts if part.reducer == state.me]
+        for index in state.reduction.reduced:
+            frame = state.results.frame(index, (state.me + 1) % 3)
             assert frame is not None
             assert frame.kind is FrameKind.DATA
             assert frame.part == index
@@ -155,14 +155,14 @@ def test_after_the_commit_a_straggler_gets_the_same_values() -> None:
     peers[2].live_N[:] = peers[2].reference.values_N
     plan, states = begun(peers, number=2)
     contribute(plan, states)
-    indices = [i for i in states[0].reduced if plan.block_of(plan.parts[i]).result_form(2) is Form.FULL]
+    indices = [i for i in states[0].reduction.reduced if plan.block_of(plan.parts[i]).result_form(2) is Form.FULL]
     assert indices
-    before = [states[0].result_frame(index, 2) for index in indices]
+    before = [states[0].results.frame(index, 2) for index in indices]
     assert all(frame is not None and frame.form is Form.FULL for frame in before)
     distribute(states)
     assert states[0].commit().parts_missing == 0
     for index, earlier in zip(indices, before, strict=True):
-        later = states[0].result_frame(index, 2)
+        later = states[0].results.frame(index, 2)
         assert earlier is not None
         assert later is not None
         size = plan.parts[index].size
@@ -178,9 +178,9 @@ def test_work_that_was_left_out_is_carried_over_to_wherever_the_reference_goes()
     for sender in states[:2]:
         for target in states:
             for part in plan.pushes(sender.me, target.me):
-                target.accept(sender.me, sender.push_frame(part))
+                target.reduction.accept(sender.me, sender.contributions.push_frame(part))
     for target in states[:2]:
-        target.give_up(2)
+        target.reduction.give_up(2)
     distribute(states)
     states[2].commit()
     new_N = peers[2].reference.values_N
@@ -197,7 +197,7 @@ def test_work_that_was_left_out_is_carried_over_to_wherever_the_reference_goes()
 def test_a_refused_contribution_names_the_part_and_what_is_wrong_with_it() -> None:
     plan, states = begun(trained_peers())
     part, *_ = plan.pushes(1, 0)
-    frame = states[1].push_frame(part)
+    frame = states[1].contributions.push_frame(part)
     others = next(p for p in plan.parts if p.reducer == 1)
     for wrong, kind, text in (
         (dataclasses.replace(frame, part=others.index), "part", f"part {others.index} is not reduced here"),
@@ -205,19 +205,19 @@ def test_a_refused_contribution_names_the_part_and_what_is_wrong_with_it() -> No
         (dataclasses.replace(frame, form=Form.FULL), "form", f"part {part.index} has form"),
     ):
         with pytest.raises(ProtocolError, match=text) as caught:
-            begun(trained_peers())[1][0].accept(1, wrong)
+            begun(trained_peers())[1][0].reduction.accept(1, wrong)
         assert caught.value.kind == kind
     shared_by_two = next(p for p in plan.parts if p.block == 1 + 1)
     with pytest.raises(ProtocolError, match=f"does not contribute to part {shared_by_two.index}") as caught:
-        states[shared_by_two.reducer].accept(2, dataclasses.replace(frame, part=shared_by_two.index))
+        states[shared_by_two.reducer].reduction.accept(2, dataclasses.replace(frame, part=shared_by_two.index))
     assert caught.value.kind == "part"
-    states[0].accept(1, frame)
+    states[0].reduction.accept(1, frame)
     with pytest.raises(ProtocolError, match=f"part {part.index} arrived twice") as caught:
-        states[0].accept(1, frame)
+        states[0].reduction.accept(1, frame)
     assert caught.value.kind == "duplicate"
     wrong = dataclasses.replace(frame, weight=frame.weight + 1.0)
     with pytest.raises(ProtocolError, match=r"weight .* stated") as caught:
-        begun(trained_peers())[1][0].accept(1, wrong)
+        begun(trained_peers())[1][0].reduction.accept(1, wrong)
     assert caught.value.kind == "weight"
 
 
@@ -226,15 +226,15 @@ def test_the_first_part_is_a_part_like_any_other() -> None:
     reducer = plan.parts[0].reducer
     sender = next(i for i in range(3) if i != reducer)
     part = next(push for push in plan.pushes(sender, reducer) if push.index == 0)
-    states[reducer].accept(sender, states[sender].push_frame(part))
-    assert sender not in states[reducer]._accumulators[0].outstanding
+    states[reducer].reduction.accept(sender, states[sender].contributions.push_frame(part))
+    assert sender not in states[reducer].reduction._accumulators[0].outstanding
 
 
 def test_a_refused_result_names_the_part_and_what_is_wrong_with_it() -> None:
     plan, states = begun(trained_peers())
     contribute(plan, states)
-    index = next(i for i in states[1].reduced if plan.parts[i].block == 0)
-    frame = states[1].result_frame(index, 0)
+    index = next(i for i in states[1].reduction.reduced if plan.parts[i].block == 0)
+    frame = states[1].results.frame(index, 0)
     assert frame is not None
     unknown = len(plan.parts)
     for wrong, kind, text in (
@@ -242,16 +242,16 @@ def test_a_refused_result_names_the_part_and_what_is_wrong_with_it() -> None:
         (dataclasses.replace(frame, form=7), "form", f"result for part {index} has form 7"),
     ):
         with pytest.raises(ProtocolError, match=text) as caught:
-            states[0].store_result(wrong)
+            states[0].results.store(wrong)
         assert caught.value.kind == kind
     held_by_one = next(p for p in plan.parts if p.block == 1 and p.reducer != 1)
     reducer = states[held_by_one.reducer]
-    result = reducer.result_frame(held_by_one.index, 1)
+    result = reducer.results.frame(held_by_one.index, 1)
     assert result is not None
     roots = dict.fromkeys(range(3), signed_roots(states, held_by_one)[0])
     named = signed_result(reducer, held_by_one, result.payload, roots)
     with pytest.raises(ProtocolError, match=f"part {held_by_one.index} names members that do not") as caught:
-        states[1].store_result(named)
+        states[1].results.store(named)
     assert caught.value.kind == "malformed"
 
 
@@ -268,14 +268,14 @@ def lengthened(factor: float, num_parts: int | None = None) -> tuple[int, int]:
     pushes = [push for push in plan.pushes(1, 0) if push.block == 0]
     accepted = 0
     for i, part in enumerate(pushes):
-        frame = states[1].push_frame(part)
+        frame = states[1].contributions.push_frame(part)
         if num_parts is None or i < num_parts:
             values_N = factor * get_codec("fp32").decode(frame.payload, part.size)
             longer = dataclasses.replace(frame, payload=get_codec("fp32").encode(values_N))
             frame = resigned_contribution(states[1], longer)
         refusals: list[ProtocolError] = []
         try:
-            states[0].accept(1, frame)
+            states[0].reduction.accept(1, frame)
             accepted += 1
         except ProtocolError as exc:
             refusals.append(exc)
@@ -304,11 +304,12 @@ def test_full_values_are_not_bounded_in_a_run_without_bounds() -> None:
         pushes = [push for push in plan.pushes(2, 0) if push.block == 0]
         assert pushes
         for part in pushes:
-            frame = states[2].push_frame(part)
+            frame = states[2].contributions.push_frame(part)
             assert frame.form is Form.FULL
-            states[0].accept(2, frame)
+            states[0].reduction.accept(2, frame)
         lengths = [
-            math.sqrt(float(np.mean(np.square(states[0]._accumulators[part.index].differences[2])))) for part in pushes
+            math.sqrt(float(np.mean(np.square(states[0].reduction._accumulators[part.index].differences[2]))))
+            for part in pushes
         ]
         assert shortest < min(lengths)
         assert max(lengths) < longest
@@ -335,12 +336,12 @@ def test_a_commit_is_remembered_with_its_round_and_lengths() -> None:
 def test_frames_that_are_no_results_are_left_out_of_the_count() -> None:
     plan, states = begun(trained_peers())
     contribute(plan, states)
-    index = next(i for i, part in states[0].wanted.items() if part.reducer == 1)
-    frame = states[1].result_frame(index, 0)
+    index = next(i for i, part in states[0].results.wanted.items() if part.reducer == 1)
+    frame = states[1].results.frame(index, 0)
     assert isinstance(frame, Frame)
     for _ in range(2):  # the second time it is here already
-        states[0].store_result(frame)
+        states[0].results.store(frame)
     received = states[0].payload_bytes_received
-    assert received == sum(len(states[s].push_frame(p).payload) for s in (1, 2) for p in plan.pushes(s, 0)) + len(
-        frame.payload
-    )
+    assert received == sum(
+        len(states[s].contributions.push_frame(p).payload) for s in (1, 2) for p in plan.pushes(s, 0)
+    ) + len(frame.payload)

@@ -77,11 +77,11 @@ def contribute(plan: Plan, states: list[RoundState]) -> dict[tuple[int, int], Fr
     sent = {}
     for sender in states:
         for part, _ in plan.contributed(sender.me, sender.me):
-            sent[sender.me, part.index] = sender.push_frame(part)
+            sent[sender.me, part.index] = sender.contributions.push_frame(part)
         for target in states:
             for part in plan.pushes(sender.me, target.me):
-                sent[sender.me, part.index] = frame = sender.push_frame(part)
-                target.accept(sender.me, frame)
+                sent[sender.me, part.index] = frame = sender.contributions.push_frame(part)
+                target.reduction.accept(sender.me, frame)
     return sent
 
 
@@ -93,7 +93,7 @@ def reduced() -> tuple[Plan, list[RoundState], Part]:
 
 
 def result_of(states: list[RoundState], part: Part, member: int = ME) -> Frame:
-    frame = states[part.reducer].result_frame(part.index, member)
+    frame = states[part.reducer].results.frame(part.index, member)
     assert frame is not None
     return frame
 
@@ -142,36 +142,36 @@ def test_a_contribution_that_its_sender_has_not_signed_is_left_out(signed: str) 
     pushed = plan.pushes(ME, REDUCER)
     assert len(pushed) > 1
     for part in pushed:
-        wrong = spoil(states, states[ME].push_frame(part))
-        assert refusal(lambda frame=wrong: reducer.accept(ME, frame)) == kind  # type: ignore[misc]
-        assert part.index not in reducer.outstanding().get(ME, [])
+        wrong = spoil(states, states[ME].contributions.push_frame(part))
+        assert refusal(lambda frame=wrong: reducer.reduction.accept(ME, frame)) == kind  # type: ignore[misc]
+        assert part.index not in reducer.reduction.outstanding().get(ME, [])
     for part in plan.pushes(OTHER, REDUCER):
-        reducer.accept(OTHER, states[OTHER].push_frame(part))
-    assert reducer.refused == {ME}
+        reducer.reduction.accept(OTHER, states[OTHER].contributions.push_frame(part))
+    assert reducer.reduction.refused == {ME}
     for part in pushed:
-        assert part.index in reducer.reduced
-        result = reducer.results.get(part.index)
+        assert part.index in reducer.reduction.reduced
+        result = reducer.results.known.get(part.index)
         assert result is None or ME not in result.included
 
 
 def test_a_signature_is_good_for_one_part_and_what_is_in_it() -> None:
     plan, states = begun()
     first, second, *_ = [part for part in plan.pushes(ME, REDUCER) if part.block == 0]
-    one, two = states[ME].push_frame(first), states[ME].push_frame(second)
+    one, two = states[ME].contributions.push_frame(first), states[ME].contributions.push_frame(second)
     exchanged = dataclasses.replace(one, extra=two.extra)
     as_another = dataclasses.replace(one, part=second.index)
     for wrong in (exchanged, as_another):
-        assert refusal(lambda frame=wrong: states[REDUCER].accept(ME, frame)) == "signature"  # type: ignore[misc]
+        assert refusal(lambda frame=wrong: states[REDUCER].reduction.accept(ME, frame)) == "signature"  # type: ignore[misc]
 
 
 def test_parts_for_one_reducer_are_signed_together() -> None:
     plan, states = begun()
     parts = plan.pushes(ME, REDUCER)
     assert len(parts) > 2 * MAX_BATCH
-    openings = [Opening.from_wire(states[ME].push_frame(part).extra) for part in parts]
+    openings = [Opening.from_wire(states[ME].contributions.push_frame(part).extra) for part in parts]
     num_signatures = len({opening.signature for opening in openings})
     assert len(parts) / MAX_BATCH <= num_signatures <= len(parts) / MAX_BATCH + 1
-    to_other = [Opening.from_wire(states[ME].push_frame(part).extra) for part in plan.pushes(ME, OTHER)]
+    to_other = [Opening.from_wire(states[ME].contributions.push_frame(part).extra) for part in plan.pushes(ME, OTHER)]
     assert {opening.signature for opening in openings}.isdisjoint(opening.signature for opening in to_other)
 
 
@@ -179,8 +179,8 @@ def test_parts_for_one_reducer_are_signed_together() -> None:
 def test_a_contribution_can_be_made_again_in_any_order(codec: str) -> None:
     plan, states = begun(codec)
     parts = plan.pushes(ME, REDUCER)
-    first = {part.index: states[ME].push_frame(part) for part in parts}
-    again = {part.index: states[ME].push_frame(part) for part in reversed(parts)}
+    first = {part.index: states[ME].contributions.push_frame(part) for part in parts}
+    again = {part.index: states[ME].contributions.push_frame(part) for part in reversed(parts)}
     assert again == first
 
 
@@ -192,16 +192,16 @@ def test_one_contribution_can_be_made_again_without_the_others(has_sent: bool) -
 
     def values(part: Part) -> tuple[FloatArray, FloatArray]:
         encoded.append(part)
-        return me._values(part)
+        return me.values(part)
 
     if has_sent:
-        first = {part.index: me.push_frame(part) for part in parts}
+        first = {part.index: me.contributions.push_frame(part) for part in parts}
         assert all(me.contributions.again(part, values) == first[part.index] for part in parts)
         assert encoded == parts
     else:
         shown = me.contributions.again(parts[0], values)
-        states[REDUCER].accept(ME, shown)
-        assert shown == me.push_frame(parts[0])
+        states[REDUCER].reduction.accept(ME, shown)
+        assert shown == me.contributions.push_frame(parts[0])
 
 
 # Results.
@@ -275,33 +275,33 @@ CHANGED: dict[str, Callable[[list[RoundState], Frame], Frame]] = {
 def test_a_result_that_its_reducer_has_not_signed_is_refused(what: str) -> None:
     _, states, part = reduced()
     frame, me = result_of(states, part), states[ME]
-    held, received = dict(me.results), me.payload_bytes_received
-    assert refusal(lambda: me.store_result(CHANGED[what](states, frame))) == "signature"
-    assert (me.results, me.payload_bytes_received, me.misquoted) == (held, received, [])
-    assert part.index in me.missing()
-    me.store_result(frame)  # the right one is still welcome
-    assert part.index not in me.missing()
+    held, received = dict(me.results.known), me.payload_bytes_received
+    assert refusal(lambda: me.results.store(CHANGED[what](states, frame))) == "signature"
+    assert (me.results.known, me.payload_bytes_received, me.results.misquoted) == (held, received, [])
+    assert part.index in me.results.missing()
+    me.results.store(frame)  # the right one is still welcome
+    assert part.index not in me.results.missing()
 
 
 def test_a_result_is_not_good_for_another_part() -> None:
     plan, states, part = reduced()
     other = next(p for p in plan.parts if p.reducer == REDUCER and p.block == 0 and p.size == part.size and p != part)
     moved = dataclasses.replace(result_of(states, part), part=other.index)
-    assert refusal(lambda: states[ME].store_result(moved)) == "signature"
+    assert refusal(lambda: states[ME].results.store(moved)) == "signature"
 
 
 def test_a_result_can_be_passed_on_but_not_changed() -> None:
     _, states, part = reduced()
     original = result_of(states, part, OTHER)
-    states[OTHER].store_result(original)
-    passed_on = states[OTHER].result_frame(part.index, ME)
+    states[OTHER].results.store(original)
+    passed_on = states[OTHER].results.frame(part.index, ME)
     assert passed_on == original
     for changed in (with_other_values(passed_on), without(passed_on, REDUCER)):
-        assert refusal(lambda frame=changed: states[ME].store_result(frame)) == "signature"  # type: ignore[misc]
+        assert refusal(lambda frame=changed: states[ME].results.store(frame)) == "signature"  # type: ignore[misc]
         resigned = resigned_result(states[OTHER], changed)
-        assert refusal(lambda frame=resigned: states[ME].store_result(frame)) == "signature"  # type: ignore[misc]
-    states[ME].store_result(passed_on)
-    assert states[ME].results[part.index].signed == states[REDUCER].results[part.index].signed
+        assert refusal(lambda frame=resigned: states[ME].results.store(frame)) == "signature"  # type: ignore[misc]
+    states[ME].results.store(passed_on)
+    assert states[ME].results.known[part.index].signed == states[REDUCER].results.known[part.index].signed
 
 
 def test_the_parts_of_a_block_share_most_of_their_recipe() -> None:
@@ -321,16 +321,16 @@ def test_results_that_are_ready_together_are_signed_together() -> None:
     num_signatures = len({opening.signature for opening in openings})
     assert len(parts) / MAX_BATCH <= num_signatures <= len(parts) / MAX_BATCH + 1
     for part in reversed(parts):  # each is valid on its own
-        if part.index in states[ME].wanted:
-            states[ME].store_result(result_of(states, part))
+        if part.index in states[ME].results.wanted:
+            states[ME].results.store(result_of(states, part))
 
 
 def test_each_signed_root_goes_over_a_stream_once() -> None:
     _, states, _ = reduced()
-    indices = [i for i in states[REDUCER].reduced if i in states[ME].wanted]
+    indices = [i for i in states[REDUCER].reduction.reduced if i in states[ME].results.wanted]
     sent: dict[Commitment, int] = {}
-    on_stream = [states[REDUCER].result_frame(index, ME, sent) for index in indices]
-    alone = [states[REDUCER].result_frame(index, ME) for index in indices]
+    on_stream = [states[REDUCER].results.frame(index, ME, sent) for index in indices]
+    alone = [states[REDUCER].results.frame(index, ME) for index in indices]
     known: list[Commitment] = []
     roots = set()
     saved = 0
@@ -340,12 +340,12 @@ def test_each_signed_root_goes_over_a_stream_once() -> None:
         later = complete.extra != frame.extra
         if later:
             fresh = begun_like(states, ME)
-            assert refusal(lambda f=frame, s=fresh: s.store_result(f)) == "malformed"  # type: ignore[misc]
+            assert refusal(lambda f=frame, s=fresh: s.results.store(f)) == "malformed"  # type: ignore[misc]
         saved += len(complete.extra) - len(frame.extra)
-        states[ME].store_result(frame, known)
-        signed = states[ME].results[index].signed
+        states[ME].results.store(frame, known)
+        signed = states[ME].results.known[index].signed
         assert signed is not None
-        assert signed == states[REDUCER].results[index].signed
+        assert signed == states[REDUCER].results.known[index].signed
         roots |= set(signed.commitments)
     assert len(known) == len(roots) == len(sent)
     assert set(known) == roots
@@ -355,8 +355,8 @@ def test_each_signed_root_goes_over_a_stream_once() -> None:
     fresh = begun_like(states, ME)
     for frame in reversed(alone):
         assert frame is not None
-        fresh.store_result(frame)
-    assert all(fresh.results[index] == states[ME].results[index] for index in indices)
+        fresh.results.store(frame)
+    assert all(fresh.results.known[index] == states[ME].results.known[index] for index in indices)
 
 
 def begun_like(states: list[RoundState], member: int) -> RoundState:
@@ -373,11 +373,11 @@ def begun_like(states: list[RoundState], member: int) -> RoundState:
 def test_an_honest_exchange_misquotes_nobody() -> None:
     plan, states, _ = reduced()
     for state in states:
-        for index, part in state.wanted.items():
+        for index, part in state.results.wanted.items():
             if part.reducer != state.me:
-                state.store_result(result_of(states, plan.parts[index], state.me))
-        assert state.misquoted == []
-        assert state.missing() == []
+                state.results.store(result_of(states, plan.parts[index], state.me))
+        assert state.results.misquoted == []
+        assert state.results.missing() == []
 
 
 @pytest.mark.parametrize("has_sent", [True, False])
@@ -391,14 +391,14 @@ def test_a_result_with_another_root_in_my_name_is_noted(has_sent: bool) -> None:
     lie = dict(roots)
     if has_sent:
         lie[ME] = roots[OTHER]
-    me.store_result(signed_result(states[REDUCER], part, payload, lie))
-    assert me.misquoted == [part.index]
-    assert part.index not in me.missing()
+    me.results.store(signed_result(states[REDUCER], part, payload, lie))
+    assert me.results.misquoted == [part.index]
+    assert part.index not in me.results.missing()
     without_me = next(p for p in plan.parts if p.block == 0 and p.reducer == REDUCER and p != part)
     others = {member: root for member, root in signed_roots(states, without_me).items() if member != ME}
     payload = get_codec("fp16").encode(np.full(without_me.size, 1e-3, np.float32))
-    me.store_result(signed_result(states[REDUCER], without_me, payload, others))
-    assert me.misquoted == [part.index]
+    me.results.store(signed_result(states[REDUCER], without_me, payload, others))
+    assert me.results.misquoted == [part.index]
 
 
 def test_a_member_can_show_that_another_root_of_its_own_has_no_contribution_to_a_part() -> None:

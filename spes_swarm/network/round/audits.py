@@ -107,13 +107,13 @@ class Audits:
 
     def _draw(self, state: RoundState) -> list[int]:
         random = Random(randbits(128))
-        order = draw(list(state.wanted), len(state.wanted), random)
+        order = draw(list(state.results.wanted), len(state.results.wanted), random)
         drawn = islice(
             (i for i in order if can_audit(state, i) and not self._is_proven(state, i)),
             num_audits(state.plan.num_members),
         )
         # Besides, one of the results of each reducer that are wrong at first sight.
-        suspect = {state.plan.parts[i].reducer: i for i in (*state.excessive, *state.misquoted)}
+        suspect = {state.plan.parts[i].reducer: i for i in (*state.results.excessive, *state.results.misquoted)}
         return sorted({*drawn, *suspect.values()})
 
     def _is_proven(self, state: RoundState, index: int) -> bool:
@@ -228,7 +228,7 @@ class Audits:
                 self.proofs.add_soon(lie)
         if not self._is_returned:
             state = claim.state
-            empty = state.agreements.empty(state.plan.claims)
+            empty = state.reduction.agreements.empty(state.plan.claims)
             for member, found in claim.opposition.items():
                 peer_id, counted = state.averaging.peer_ids[member], 1.0 if member in empty else found
                 self._run.tracks.conduct.note_opposition(peer_id, state.plan.round, [counted])

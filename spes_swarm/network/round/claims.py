@@ -14,9 +14,9 @@ from spes_swarm.protocol.averaging.proof import SignedContribution
 from spes_swarm.protocol.averaging.recipe import Recipe, judge
 from spes_swarm.protocol.averaging.signed_result import Head, SignedResult, contribution_leaf
 from spes_swarm.protocol.rounds.frames import Frame
-from spes_swarm.protocol.rounds.outcome import Result
 from spes_swarm.protocol.rounds.plan import Form, Part
 from spes_swarm.protocol.rounds.reducing import opposition
+from spes_swarm.protocol.rounds.results import Result
 from spes_swarm.protocol.rounds.round_state import RoundState
 
 
@@ -109,7 +109,7 @@ class Claim:
 
 
 def _result(state: RoundState, index: int) -> Result | None:
-    return state.results.get(index) or state.excessive.get(index)
+    return state.results.known.get(index) or state.results.excessive.get(index)
 
 
 def can_audit(state: RoundState, index: int) -> bool:

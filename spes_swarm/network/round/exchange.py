@@ -78,8 +78,8 @@ class Exchange:
             RoundError: nothing was committed; the reference and the contribution are unchanged.
         """
         self._begin(state)
-        if state.own_faults:
-            self.on_fault(state.group.members[state.me].peer_id, state.own_faults[0])
+        if state.reduction.own_faults:
+            self.on_fault(state.group.members[state.me].peer_id, state.reduction.own_faults[0])
         in_time = True
         late = asyncio.get_running_loop().call_later(self.deadlines(state).collect_s, self.on_late)
         try:
@@ -89,10 +89,10 @@ class Exchange:
             in_time = False
         finally:
             late.cancel()
-        self._report(state, state.refuse_excessive())
-        self._report(state, state.clipped())
-        missing = state.missing()
-        did_not_come = [state.wanted[i] for i in missing if i not in state.excessive]
+        self._report(state, state.results.refuse_excessive())
+        self._report(state, state.reduction.clipped())
+        missing = state.results.missing()
+        did_not_come = [state.results.wanted[i] for i in missing if i not in state.results.excessive]
         self._report(state, round_faults.missing(state.plan, state.me, did_not_come, state.ended))
         if missing and not in_time:
             raise RoundError(f"{plural(len(missing), 'part')} missing after {self._limits.timeout_s:.0f} s")
@@ -131,7 +131,7 @@ class Exchange:
         self._open.clear()
         state.tracks.conduct.begin(member.peer_id for i, member in enumerate(state.group.members) if i != state.me)
         self._last_heard = dict.fromkeys(range(state.plan.num_members), time.monotonic())
-        state.on_reduced = self._reduced.notify
+        state.reduction.on_reduced = self._reduced.notify
         self._begun.notify()
 
     def _report(self, state: RoundState, faults: list[tuple[int, ProtocolError]]) -> None:
@@ -156,7 +156,7 @@ class Exchange:
         reducers = sorted({part.reducer for part in plan.parts} - {me})
         senders = {r: [part for part, _ in state.contributions.to(r)] for r in reducers}
         sources: dict[int, set[int]] = {r: set() for r in reducers}
-        for part in state.wanted.values():
+        for part in state.results.wanted.values():
             if part.reducer != me:
                 sources[part.reducer].add(part.index)
         self._timing.results_s.update({r: math.inf for r, parts in sources.items() if parts})
@@ -169,7 +169,7 @@ class Exchange:
             await asyncio.gather(*tasks)
             watch.cancel()
             state.finished = True
-            if state.missing():
+            if state.results.missing():
                 await self._repair(state, begun + deadlines.repair_s)
         finally:
             for task in (*tasks, watch):
@@ -210,7 +210,7 @@ class Exchange:
             ):
                 await channel.send_hello(group=state.group.id)
                 for part in parts:
-                    frame = state.push_frame(part)
+                    frame = state.contributions.push_frame(part)
                     await channel.send(frame)
                     state.payload_bytes_sent += len(frame.payload)
                 await channel.end()
@@ -248,7 +248,7 @@ class Exchange:
                         if frame.part not in remaining:
                             raise ProtocolError("part", f"result {frame.part} is not this reducer's, or came twice")
                         remaining.discard(frame.part)
-                        state.store_result(frame, roots)
+                        state.results.store(frame, roots)
         except ProtocolError as exc:
             self.on_fault(peer_id, exc)
         except STREAM_ERRORS as exc:
@@ -265,14 +265,14 @@ class Exchange:
         loop, stall_s = asyncio.get_running_loop(), self._limits.stall_timeout_s
         late_s = conduct.limit_s(state.plan.usual_s, self.slack_s()) if state.plan.usual_s else math.inf
         soon = min(loop.time() + late_s, deadline)  # until when members known to be late are waited for
-        num_owing = len(state.outstanding())
+        num_owing = len(state.reduction.outstanding())
         probes: dict[int, asyncio.Task[bool]] = {}
         try:
-            while len(state.reduced) < state.num_to_reduce:
+            while len(state.reduction.reduced) < state.reduction.num_to_reduce:
                 until = next((at for at in (soon, deadline, latest) if loop.time() < at), latest)
                 if not await self._reduced.wait(min(stall_s / 8, max(until - loop.time(), 0.0) + 0.01)):
                     now = time.monotonic()
-                    for member in state.outstanding():
+                    for member in state.reduction.outstanding():
                         silent_s = now - self._last_heard[member]
                         if silent_s > stall_s / 8 and member not in probes:
                             probes[member] = asyncio.create_task(self._is_gone(state, member))
@@ -307,10 +307,10 @@ class Exchange:
 
         `num_owing`: members that owed contributions at the beginning. `is_past`: even the configured deadline is over.
         """
-        for member in filter(partial(self._is_late, state), state.outstanding()):
-            parts = plural(state.give_up(member), "part")
+        for member in filter(partial(self._is_late, state), state.reduction.outstanding()):
+            parts = plural(state.reduction.give_up(member), "part")
             _LOGGER.info("%s is late again: %s averaged without it", self._name(state, member), parts)
-        late = state.outstanding()
+        late = state.reduction.outstanding()
         few = 2 * len(late) <= num_owing
         if is_past or (few and (is_over or not state.tracks.conduct.is_patient)):
             for member in late:
@@ -326,8 +326,8 @@ class Exchange:
         return state.group.members[member].peer_id
 
     def _give_up(self, state: RoundState, member: int, why: str, kind: str = "lost") -> None:
-        num_parts = state.give_up(member)
-        if num_parts and state is self._round and not state.committed:
+        num_parts = state.reduction.give_up(member)
+        if num_parts and state is self._round and not state.results.committed:
             error = ProtocolError(kind, f"{why}; {plural(num_parts, 'part')} averaged without it")
             self.on_fault(state.group.members[member].peer_id, error)
 
@@ -349,11 +349,11 @@ class Exchange:
             known = await answers_within({i: self._ask_held(state, i) for i in others}, patience_s)
             cut_off = cut_off and not known
             if cut_off:
-                raise RoundError(f"{plural(len(state.missing()), 'part')} missing and no other member answers")
+                raise RoundError(f"{plural(len(state.results.missing()), 'part')} missing and no other member answers")
             if asyncio.get_running_loop().time() > deadline:
                 return
             fetch: dict[int, set[int]] = {}
-            for index in state.missing():
+            for index in state.results.missing():
                 holders = [i for i, (_, held) in known.items() if index in held]
                 holders = [i for i in holders if i not in state.unreliable] or holders
                 if holders:  # spread over the holders
@@ -361,7 +361,7 @@ class Exchange:
             now = asyncio.get_running_loop().time()
             soon = now + (deadline - now) / 2  # leaves time to ask another member
             await asyncio.gather(*(self._pull(state, i, parts, soon, repair=True) for i, parts in fetch.items()))
-            missing = set(state.missing())
+            missing = set(state.results.missing())
             if not missing:
                 return
             others = [i for i in others if i not in fetch or not fetch[i] <= missing]
@@ -423,7 +423,7 @@ class Exchange:
                 self._last_heard[member] = time.monotonic()
                 timing.note_contribution(member, frame.part, len(frame.payload))
                 try:
-                    state.accept(member, frame)
+                    state.reduction.accept(member, frame)
                 except ProtocolError as exc:
                     self.on_fault(channel.peer_id, exc)
                 num_frames += 1
@@ -458,15 +458,15 @@ class Exchange:
 
     async def _stream_reduced(self, state: RoundState, member: int, channel: Channel) -> None:
         position, sent = 0, dict[Commitment, int]()
-        while position < state.num_to_reduce and state is self._round:
-            if position == len(state.reduced):
+        while position < state.reduction.num_to_reduce and state is self._round:
+            if position == len(state.reduction.reduced):
                 if not await self._reduced.wait(self._limits.stall_timeout_s / 4):
                     await channel.send(Frame(FrameKind.KEEPALIVE))
                     continue
-                several = min(position + MAX_BATCH, state.num_to_reduce)  # which are signed together
-                await a_batch(self._reduced, state.reduced, several)
+                several = min(position + MAX_BATCH, state.reduction.num_to_reduce)  # which are signed together
+                await a_batch(self._reduced, state.reduction.reduced, several)
                 continue
-            index = state.reduced[position]
+            index = state.reduction.reduced[position]
             position += 1
             if state.plan.block_of(state.plan.parts[index]).receives(member):
                 await self._send_result(state, channel, index, member, sent)
@@ -475,7 +475,7 @@ class Exchange:
         self, state: RoundState, channel: Channel, index: int, member: int, sent: dict[Commitment, int]
     ) -> None:
         """Sends a result, if this peer holds it in a form that the member can use."""
-        frame = state.result_frame(index, member, sent)
+        frame = state.results.frame(index, member, sent)
         if frame is None:
             return
         if state is not self._round:
@@ -486,7 +486,7 @@ class Exchange:
     async def _serve_have(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         state, member = await self._find_round(request.get("group"), peer_id)
         del member  # any member may ask
-        return {"finished": state.finished, "held": bitmap(state.results, len(state.plan.parts))}
+        return {"finished": state.finished, "held": bitmap(state.results.known, len(state.plan.parts))}
 
 
 def _max_payload(state: RoundState, num_elements: int) -> int:

@@ -196,7 +196,7 @@ class SyncRounds:
         run, taken_back = self.run_state, books.plan.taken_back
         ids = [member.peer_id for member in group.members]
         if taken_back is None:
-            delivered = {ids[i] for result in books.results.values() for i in result.included}
+            delivered = {ids[i] for result in books.results.known.values() for i in result.included}
             idle = {m.peer_id for m in group.members if m.statement.tokens} - delivered
             idle -= {ids[i] for i in books.plan.ignored}  # nothing was asked of them
             standing = run.roster.standing

@@ -24,6 +24,7 @@ from spes_swarm.protocol.averaging.commitments import (
 )
 from spes_swarm.protocol.averaging.signed_result import contribution_leaf
 from spes_swarm.protocol.consensus.codec import EXACT, Codec
+from spes_swarm.protocol.rounds.error_feedback import ErrorFeedback
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
 
@@ -31,6 +32,11 @@ _GOLDEN_RATIO = (1 + 5**0.5) / 2  # its multiples spread evenly between whole nu
 
 Values = Callable[[Part], tuple[FloatArray, FloatArray]]
 """Returns live weights and reference (N,) of a part."""
+
+
+def contribution_of(plan: Plan, part: Part, member: int) -> Contribution | None:
+    """What a member is to contribute to a part; None: nothing."""
+    return next((c for c in plan.block_of(part).contributions if c.member == member), None)
 
 
 @dataclass(eq=False)
@@ -42,10 +48,13 @@ class Contributions:
     codec: Codec
     key: SigningKey
     exchange: Exchange
+    values: Values
+    feedback: ErrorFeedback
     commitments: dict[int, Commitment] = field(default_factory=dict)  # signed roots, by part
     _leaves: dict[int, bytes] = field(default_factory=dict)  # that have been signed, by part
     _batches: dict[int, list[tuple[Part, Contribution]]] = field(default_factory=dict)  # by part; filled by reducer
     _known: set[int] = field(default_factory=set)  # reducers
+    _ready: dict[int, dict[int, Frame]] = field(default_factory=dict)  # of the batch under way, by reducer and part
 
     def to(self, reducer: int) -> list[tuple[Part, Contribution]]:
         """The parts that go to a reducer, in order.
@@ -56,6 +65,17 @@ class Contributions:
         owed = self.plan.contributed(self.me, reducer)
         first = int(self.plan.round * _GOLDEN_RATIO % 1 * len(owed))
         return owed[first:] + owed[:first]
+
+    def push_frame(self, part: Part) -> Frame:
+        """The message that carries this member's contribution to a part."""
+        frames = self._ready.get(part.reducer, {})
+        if part.index not in frames:
+            frames = self._ready[part.reducer] = self.batch(part, self.values)
+        frame = frames.pop(part.index)
+        own = contribution_of(self.plan, part, self.me)
+        if own is not None and own.form is Form.DELTA and own.scale == 1:
+            self.feedback.note_sent(part.index, self.codec, frame.payload)
+        return frame
 
     def batch(self, part: Part, values: Values) -> dict[int, Frame]:
         """The messages with a part and with those that are signed together with it, by part."""

@@ -1,11 +1,22 @@
-"""What goes into a round and comes out of it: limits, results of parts, and the report of a commit."""
+"""What goes into a round and comes out of it: limits, what a member brings, and the report of a commit.
+
+Shape: N elements of one part.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
-from spes_swarm.protocol.averaging.signed_result import SignedResult
-from spes_swarm.protocol.rounds.plan import Form
+from spes_swarm.base.arrays import FloatArray, sum_of_squares
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.protocol.averaging.commitments import SigningKey
+from spes_swarm.protocol.consensus.codec import Codec
+from spes_swarm.protocol.consensus.reference import Reference
+from spes_swarm.protocol.rounds.plan import Part, Plan
+from spes_swarm.protocol.rounds.statement import Group
+from spes_swarm.protocol.rounds.taking_back import Previous
+from spes_swarm.protocol.rounds.track_record import TrackRecords
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,21 +26,49 @@ class Bounds:
     max_update_rms: float  # largest root mean square of a part's difference
     bounded: bool = True  # contributions and results must meet the plan's limits, too
 
+    def check_norm(self, difference_N: FloatArray) -> float:
+        """Returns the sum of squares of a difference.
+
+        Raises:
+            ProtocolError: (`norm`) it is too long, infinite or NaN.
+        """
+        energy = sum_of_squares(difference_N)
+        rms = math.sqrt(energy / len(difference_N))
+        if not rms <= self.max_update_rms:
+            raise ProtocolError("norm", f"a difference of RMS {rms:.3g} exceeds {self.max_update_rms:.3g}")
+        return energy
+
     @classmethod
     def of(cls, clip: float, max_update_rms: float) -> Bounds:
         """The bounds from a run's settings `round.clip` and `round.max_update_rms`."""
         return cls(max_update_rms, bounded=clip > 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The encoded result of one part."""
+@dataclass(eq=False)
+class RoundInputs:
+    """What a member brings into a round."""
 
-    form: Form
-    data: bytes
-    included: frozenset[int]  # members whose contribution is in it
-    energy: float = 0.0  # sum of squares of its difference to the base, if this peer holds the base
-    signed: SignedResult | None = None  # by its reducer; None if it is not a difference, or not signed yet
+    group: Group
+    plan: Plan
+    me: int
+    reference: Reference
+    live_N: FloatArray  # this member's live weights: the shared and held blocks, which alone are read and changed
+    codec: Codec
+    bounds: Bounds
+    key: SigningKey
+    tracks: TrackRecords = field(default_factory=TrackRecords)  # this peer's record of the others
+    result_codec: Codec | None = None  # of the results of parts with several contributions; None: `codec`
+    previous: Previous = field(default_factory=Previous)  # what this peer keeps to take this commit back, or the last
+
+    def values(self, part: Part) -> tuple[FloatArray, FloatArray]:
+        """Live weights and reference (N,) of a part."""
+        where = slice(part.start, part.start + part.size)
+        return self.live_N[where], self.reference.values_N[where]
+
+    def own_difference(self, part: Part) -> FloatArray:
+        """This member's difference (N,) to its own reference."""
+        live_N, base_N = self.values(part)
+        return live_N - base_N
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a reducer does with the contributions to its parts, and the recipe by which everybody can repeat it.
+"""What a reducer does with the contributions to its parts.
 
 Shape: N elements of one part.
 """
@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from statistics import median_low
 
-from spes_swarm.base.arrays import FloatArray
+import numpy as np
+
+from spes_swarm.base.arrays import FloatArray, sum_of_squares
+from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging.agreement import Agreement
-from spes_swarm.protocol.averaging.clipping import FREE_DEVIATION, EnergyBudget
-from spes_swarm.protocol.averaging.commitments import RESULT, Commitment, Exchange, SigningKey, batches
-from spes_swarm.protocol.averaging.recipe import Recipe, Share
-from spes_swarm.protocol.averaging.signed_result import SignedResult, head_of
-from spes_swarm.protocol.consensus.codec import Codec
+from spes_swarm.protocol.averaging.clipping import MAX_ROUNDS_APART, EnergyBudget, shortened
+from spes_swarm.protocol.averaging.commitments import CONTRIBUTION, Commitment, Opening
+from spes_swarm.protocol.averaging.recipe import mean
+from spes_swarm.protocol.averaging.signed_result import contribution_leaf
+from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
-from spes_swarm.protocol.rounds.plan import Claim, Contribution, Form, Part, Plan
+from spes_swarm.protocol.rounds import round_faults
+from spes_swarm.protocol.rounds.contributions import Contributions, contribution_of
+from spes_swarm.protocol.rounds.error_feedback import ErrorFeedback
+from spes_swarm.protocol.rounds.frames import Frame
+from spes_swarm.protocol.rounds.outcome import RoundInputs
+from spes_swarm.protocol.rounds.plan import Claim, Contribution, Form, Part
+from spes_swarm.protocol.rounds.results import Averaging, Result, Results, difference_of_full
 
 # A contribution is next to nothing if it is shorter than this share of what the others' lengths let expect. An honest
 # one of few steps with large batches is longer: steps that follow each other add up to less than their sum.
@@ -111,77 +119,195 @@ class Agreements:
         return {member: sum(factors) / len(factors) for member, factors in self._factors.items()}
 
 
-@dataclass(frozen=True)
-class Averaging:
-    """How the results of an exchange follow from its plan."""
+class Reduction:
+    """What one member reduces in a round: it averages each part once all its contributions have come.
 
-    plan: Plan
-    peer_ids: tuple[str, ...]  # of the members
-    keys: tuple[bytes, ...]  # with which they sign
-    codec: Codec
-    result_codec: Codec  # of the results of parts with several contributions
-    bounded: bool  # contributions must meet the plan's limits
-    # By block, elements, and members.
-    _recipes: dict[tuple[int, int, frozenset[int]], Recipe] = field(default_factory=dict, init=False, compare=False)
+    Attributes:
+        reduced: the parts that are done, in the order of completion.
+        on_reduced: called when a part is done.
+        num_to_reduce: parts in all.
+        given_up: members whose contributions are no longer awaited.
+        refused: members whose contributions were refused.
+        own_faults: why parts of this member's own work are not in its averages.
+        agreements: how the members agree.
+        payload_bytes: received.
+    """
 
-    @cached_property
-    def block_sizes(self) -> Counter[int]:
-        """Elements of each block that has parts."""
-        sizes: Counter[int] = Counter()
-        for part in self.plan.parts:
-            sizes[part.block] += part.size
-        return sizes
+    def __init__(
+        self,
+        inputs: RoundInputs,
+        averaging: Averaging,
+        contributions: Contributions,
+        results: Results,
+        feedback: ErrorFeedback,
+    ) -> None:
+        """`contributions` are this member's; what it reduces goes into `results`."""
+        plan, me = inputs.plan, inputs.me
+        self.plan, self.me = plan, me
+        self._inputs, self._averaging, self._results, self._feedback = inputs, averaging, results, feedback
+        self.reduced: list[int] = []
+        self.on_reduced: Callable[[], None] = lambda: None
+        self.given_up: set[int] = set()
+        self.refused: set[int] = set()
+        self.own_faults: list[ProtocolError] = []
+        self.agreements = Agreements(me)
+        self.payload_bytes = 0
+        self._sizes: Counter[int] = Counter()  # how many elements of each block are reduced here
+        self._budgets: dict[tuple[int, int], EnergyBudget] = {}  # of contributions, by (member, block)
+        self._accumulators: dict[int, Accumulator] = {}
+        for part in plan.parts:
+            self._sizes[part.block] += part.size if part.reducer == me else 0
+            if part.reducer == me:
+                self._accumulators[part.index] = Accumulator({c.member for c in plan.block_of(part).contributions})
+        self.num_to_reduce = len(self._accumulators)
+        for part, contribution in contributions.to(me):
+            # Checked like all others: with a NaN of its own, a reducer would send out unusable results.
+            try:
+                inputs.bounds.check_norm(inputs.own_difference(part))
+                self._take(part, contribution, contributions.push_frame(part))
+            except ProtocolError as exc:
+                self._accumulators[part.index].outstanding.discard(me)
+                self.own_faults.append(exc)
+        for index in list(self._accumulators):
+            self._complete_if_ready(index)
 
-    def codec_of_result(self, part: Part) -> Codec:
-        """The codec of a part's result.
+    def accept(self, member: int, frame: Frame) -> None:
+        """Takes in a contribution.
 
-        A part with one contribution keeps the codec of contributions: its rounding error stays with the contributor.
+        Raises:
+            ProtocolError: it does not match the plan, or its values are not acceptable. Nothing has changed, except
+                that a wrong form, weight or value makes the part complete without this member.
         """
-        return self.result_codec if len(self.plan.block_of(part).contributions) > 1 else self.codec
+        accumulator = self._accumulators.get(frame.part)
+        if accumulator is None or member in self.given_up:
+            if 0 <= frame.part < len(self.plan.parts) and self.plan.parts[frame.part].reducer == self.me:
+                return  # it arrived too late
+            raise ProtocolError("part", f"part {frame.part} is not reduced here")
+        part = self.plan.parts[frame.part]
+        contribution = contribution_of(self.plan, part, member)
+        if contribution is None:
+            raise ProtocolError("part", f"the sender does not contribute to part {frame.part}")
+        if member not in accumulator.outstanding:
+            raise ProtocolError("duplicate", f"part {frame.part} arrived twice")
+        try:
+            self._take(part, contribution, frame)
+        except ProtocolError:
+            # The member has no second attempt: the part completes without it.
+            self.refused.add(member)
+            accumulator.outstanding.discard(member)
+            self._complete_if_ready(frame.part)
+            raise
+        self.payload_bytes += len(frame.payload)
+        self._complete_if_ready(frame.part)
 
-    def most_energy(self, part: Part, contribution: Contribution) -> float:
-        """The largest sum of squares that a contribution to a part may have."""
-        if not self.bounded or contribution.form is not Form.DELTA:
-            return math.inf
-        budget = EnergyBudget(contribution.stated_rms, self.block_sizes[part.block], 0)
-        return budget.most_of_part(part.size)
-
-    def recipe(self, part: Part, included: Collection[int]) -> Recipe:
-        """How the result of a part follows from the contributions of the members that it includes."""
-        # The parts of a block differ only in their numbers, but for the last one, which is shorter.
-        key = part.block, part.size, frozenset(included)
-        if (similar := self._recipes.get(key)) is None:
-            similar = self._recipes[key] = self._new_recipe(part, included)
-        return similar if similar.part == part.index else replace(similar, part=part.index)
-
-    def _new_recipe(self, part: Part, included: Collection[int]) -> Recipe:
-        block_plan = self.plan.block_of(part)
-        shares = [
-            Share(
-                self.peer_ids[c.member],
-                self.keys[c.member],
-                c.weight,
-                c.scale,
-                self.most_energy(part, c),
-                full=c.form is not Form.DELTA,
+    def _take(self, part: Part, contribution: Contribution, frame: Frame) -> None:
+        if frame.form != contribution.form:
+            raise ProtocolError("form", f"part {frame.part} has form {frame.form}, not {contribution.form}")
+        if frame.weight != contribution.weight:
+            raise ProtocolError("weight", f"weight {frame.weight}, but {contribution.weight} was stated")
+        if contribution.form is Form.FULL:
+            difference_N = self._shortened(
+                contribution, difference_of_full(part, frame.payload, self._inputs.reference)
             )
-            for c in sorted(block_plan.contributions, key=lambda c: c.member)
-            if c.member in included
-        ]
-        free_rms = FREE_DEVIATION * block_plan.median_rms if self.bounded else math.inf
-        names = self.codec.name, self.codec_of_result(part).name
-        return Recipe(part.index, part.size, *names, free_rms, block_plan.stretch, tuple(shares))
+        else:
+            difference_N = self._inputs.codec.decode(frame.payload, part.size)
+        energy = self._inputs.bounds.check_norm(difference_N)
+        leaf = contribution_leaf(part.index, frame.payload)
+        signer, opening = self._inputs.group.members[contribution.member].signer, Opening.from_wire(frame.extra)
+        commitment = signer.commitment(CONTRIBUTION, self._inputs.group.exchange, leaf, opening)
+        if contribution.form is Form.DELTA:
+            self._check_stated(part, contribution, energy)
+        if contribution.scale < 1:
+            difference_N = difference_N * np.float32(contribution.scale)
+        self._accumulators[part.index].add(contribution, commitment, difference_N)
 
-    def sign(
-        self, key: SigningKey, exchange: Exchange, results: Sequence[tuple[Part, bytes, dict[int, Commitment]]]
-    ) -> list[SignedResult]:
-        """Signs results; each is a part, its encoded result, and the roots of those that are in it, by member."""
-        signed = []
-        for indices in batches([part.size for part, _, _ in results]):
-            heads, roots = [], []
-            for part, payload, commitments in (results[i] for i in indices):
-                roots.append(tuple(commitments[member] for member in sorted(commitments)))
-                heads.append(head_of(part.index, self.recipe(part, commitments).digest, payload, roots[-1]))
-            openings = key.commit(RESULT, exchange, [head.leaf for head in heads])
-            signed += [SignedResult(*each) for each in zip(heads, openings, roots, strict=True)]
-        return signed
+    def _shortened(self, contribution: Contribution, difference_N: FloatArray) -> FloatArray:
+        """Scales down full values' difference to the base to the length that the number of rounds apart can explain.
+
+        Its RMS was not stated, so it is measured part by part. A member cannot be further apart than the rounds since
+        its last commit with this peer.
+        """
+        if not self._inputs.bounds.bounded or not math.isfinite(contribution.limit_rms):
+            return difference_N
+        peer_id = self._inputs.group.members[contribution.member].peer_id
+        since = self._inputs.tracks.rounds_since(peer_id, self.plan.round)
+        # The last commit with it may have been of a later round, before this peer went back to the swarm's reference.
+        apart = min(since, MAX_ROUNDS_APART) if since is not None and since > 0 else MAX_ROUNDS_APART
+        limit = contribution.limit_rms * (1 + apart)
+        return shortened(difference_N, limit)
+
+    def _check_stated(self, part: Part, contribution: Contribution, energy: float) -> None:
+        """Refuses a difference longer than stated: the stated RMS decides how a member is scaled."""
+        if not self._inputs.bounds.bounded:
+            return
+        sizes = self._averaging.block_sizes[part.block], self._sizes[part.block]
+        budget = self._budgets.setdefault(
+            (contribution.member, part.block), EnergyBudget(contribution.stated_rms, *sizes)
+        )
+        if not (budget.allows_part(energy, part.size) and budget.spend(energy, part.size)):
+            raise ProtocolError("norm", f"part {part.index} exceeds the stated RMS of {contribution.stated_rms:.3g}")
+
+    def give_up(self, member: int) -> int:
+        """Stops waiting for a contributor; returns the number of parts that it still owed."""
+        self.given_up.add(member)
+        awaited = [i for i, a in self._accumulators.items() if member in a.outstanding]
+        for index in awaited:
+            self._accumulators[index].outstanding.discard(member)
+            self._complete_if_ready(index)
+        return len(awaited)
+
+    def outstanding(self) -> dict[int, list[int]]:
+        """The parts that contributors still owe to this reducer, by member."""
+        owed: dict[int, list[int]] = {}
+        for index, accumulator in self._accumulators.items():
+            for member in accumulator.outstanding:
+                owed.setdefault(member, []).append(index)
+        return owed
+
+    def _complete_if_ready(self, index: int) -> None:
+        accumulator = self._accumulators[index]
+        if accumulator.outstanding:
+            return
+        del self._accumulators[index]
+        part = self.plan.parts[index]
+        if accumulator.differences:
+            codec = self._averaging.codec_of_result(part)
+            mean_N = self._mean(part, accumulator)
+            encoded = codec.encode(mean_N)
+            decoded_N = codec.decode(encoded, part.size)
+            included = frozenset(accumulator.differences)
+            result = Result(Form.DELTA, encoded, included, sum_of_squares(decoded_N))
+            self._results.add_reduced(part, result, accumulator.commitments)
+            own = contribution_of(self.plan, part, self.me)
+            several = len(self.plan.block_of(part).contributions) > 1  # a sole contributor keeps its live weights
+            if several and own is not None and own.scale == 1 and self.me in accumulator.differences:
+                share = own.weight / sum(accumulator.weights.values())
+                own_N = accumulator.differences[self.me]
+                self._feedback.note_result(index, codec, mean_N - decoded_N, own_N, share)
+        elif not self.plan.block_of(part).contributions:
+            # Nobody contributes to this block; members with another base still need its values.
+            result = Result(Form.FULL, EXACT.encode(self._results.base(part)), frozenset())
+            self._results.add_reduced(part, result, {})
+        self.reduced.append(index)
+        self.on_reduced()
+
+    def _mean(self, part: Part, accumulator: Accumulator) -> FloatArray:
+        """The weighted mean, with deviations from the common direction clipped; see averaging/agreement.py."""
+        members = sorted(accumulator.differences)
+        recipe = self._averaging.recipe(part, members)
+        differences = [accumulator.differences[member] for member in members]
+        mean_N, agreement = mean(differences, [s.weight for s in recipe.shares], recipe.free_rms, recipe.stretch)
+        if self._inputs.bounds.bounded:
+            full = {member for member, share in zip(members, recipe.shares, strict=True) if share.full}
+            self.agreements.note(part, members, agreement, full)
+        return mean_N
+
+    def clipped(self) -> list[tuple[int, ProtocolError]]:
+        """The members whose contributions were shortened; see round_faults.clipped."""
+        if not self._inputs.bounds.bounded:
+            return []
+        ids = [member.peer_id for member in self._inputs.group.members]
+        new = {i for i, peer_id in enumerate(ids) if self._inputs.tracks.may_deviate(peer_id, self.plan.round)}
+        left = self.agreements.deviations_left()
+        known = {i: self._inputs.tracks.agreement(ids[i], value) for i, value in left.items() if i not in new}
+        return round_faults.clipped(self.plan, left | known, new)
