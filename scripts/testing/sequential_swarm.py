@@ -43,8 +43,8 @@ from spes_swarm.protocol.rounds.track_record import TrackRecords
 from spes_swarm.training.gradients import Gradients, loss_weights
 from spes_swarm.training.health.held_out import HeldOutText
 from spes_swarm.training.live_weights import LiveWeights
-from spes_swarm.training.optimiser.expert_moments import WarmUp, read_moments, write_moments
 from spes_swarm.training.optimiser.registry import make_optimiser
+from spes_swarm.training.optimiser.warm_up import WarmUp
 
 _RUN_ID = "sequential"
 _KEY = SigningKey.generate()  # of all peers
@@ -188,17 +188,6 @@ class SequentialPeer:
         self.warm_up.stop(before - after)
         self.warm_up.start(after - before)
 
-    def moments(self, expert: int) -> tuple[int, FloatArray]:
-        """Returns the steps of the optimiser, and the moments (KN,) of an expert that it holds."""
-        size = self.model.layout.expert_block(expert).size
-        moments_KN = np.empty(len(self.optimiser.expert_moments) * size, dtype=np.float32)
-        return read_moments(self.optimiser, self.model, expert, moments_KN), moments_KN
-
-    def take_moments(self, expert: int, step: int, moments_KN: FloatArray) -> None:
-        """Takes over the moments of an expert that it has just adopted; it needs no warm-up."""
-        write_moments(self.optimiser, self.model, expert, moments_KN, step)
-        self.warm_up.stop([expert])
-
     def eval_loss(self) -> float:
         """Returns the loss of its live weights on the run's held-out sequences, in nats per token."""
         return _evaluate(self.model, self.run, self.sampler)
@@ -221,8 +210,6 @@ class SequentialSwarm:
     Attributes:
         peers: in the order of their names, which is that of their arrival.
         round: the last committed round.
-        adopted: experts that peers took over at commits, so far.
-        given: of those, the ones that another peer gave up at the same commit.
     """
 
     def __init__(
@@ -236,7 +223,6 @@ class SequentialSwarm:
         outer: OuterStep | None = None,
         initial_N: FloatArray | None = None,
         foreign_form: str = "fp32",
-        handover: bool = False,
     ) -> None:
         """Starts all peers from `initial_N` (default: the run's initial weights).
 
@@ -249,15 +235,14 @@ class SequentialSwarm:
             outer: an optimiser of the reference; None: the reference takes over the averages.
             initial_N: the first reference (N,).
             foreign_form: in which peers store the experts that they do not hold.
-            handover: a peer that gives up an expert passes its moments to a peer that adopts it at the same commit.
         """
         start_N = initial_weights(run) if initial_N is None else initial_N
         self._run, self._room, self._rules, self._outer = run, room, rules, outer
         self._clock = RoundClock.of(run)
-        self._foreign_form, self._handover = foreign_form, handover
+        self._foreign_form = foreign_form
         self._num_arrived = 0
         self._whole: SparseModel | None = None
-        self.round = self.adopted = self.given = 0
+        self.round = 0
         self.peers: list[SequentialPeer] = []
         layout = layout_of(build_empty_model(run.model.type, run.model.settings))
         for sampler, held in zip(samplers, holdings, strict=True):
@@ -336,7 +321,10 @@ class SequentialSwarm:
             faults += len(state.results.refuse_excessive()) + len(state.reduction.clipped())
         self._commit(group, states)
         if self._rules is not None:
-            self._reassign(reassign_group(group, plan, layout.num_experts, self._rules))
+            held = reassign_group(group, plan, layout.num_experts, self._rules)
+            for peer in self.peers:
+                if peer not in leaving:
+                    peer.hold(held[peer.name])
         for peer in leaving:
             self.remove(peer)
         seen = [found for state in states for found in state.reduction.agreements.opposition(plan.claims).values()]
@@ -348,20 +336,6 @@ class SequentialSwarm:
             opposition=opposition,
             ignored=len(plan.ignored),
         )
-
-    def _reassign(self, held: Mapping[str, tuple[int, ...]]) -> None:
-        """Moves experts between peers; those without a row of `held` are leaving."""
-        moments: dict[int, tuple[int, FloatArray]] = {}
-        for peer in reversed(self.peers):  # adopters ask the givers of an expert in the order of their names
-            lost = set(peer.model.held) - set(held.get(peer.name, ()))
-            moments |= {expert: peer.moments(expert) for expert in lost}
-        for peer in [peer for peer in self.peers if peer.name in held]:
-            gained = set(held[peer.name]) - set(peer.model.held)
-            peer.hold(held[peer.name])
-            self.adopted += len(gained)
-            self.given += len(gained & set(moments))
-            for expert in gained & set(moments) if self._handover else ():
-                peer.take_moments(expert, *moments[expert])
 
     def _commit(self, group: Group, states: Sequence[RoundState]) -> None:
         lineage = common_lineage(group.members).after(group.round, group.id)

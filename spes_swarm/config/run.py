@@ -329,7 +329,7 @@ class OwnershipConfig(Section):
     rotate_every_rounds: Count = 10  # rounds between rotations when the swarm lacks room for all experts
     # Largest share of the experts that one peer holds while others can hold the rest, whatever it claims.
     max_share: Annotated[float, Range(0, 1, open_low=True)] = 0.5
-    # Steps over which an adopter without moments reaches the full step size; 0 = at once.
+    # Steps over which an adopted expert, which starts without moments, reaches the full step size; 0 = at once.
     warmup_steps: CountOrZero = 10
 
 

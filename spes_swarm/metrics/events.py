@@ -160,20 +160,6 @@ class Lease(Event):
     gained: Annotated[Sequence[int], Of("experts that it holds from now on", "expert indices")]
     lost: Annotated[Sequence[int], Of("experts that it gives up", "expert indices")]
     round: Annotated[int | None, Of("the commit that changed them; absent at joining", "round", omitted=True)] = None
-    moments_given: Annotated[
-        Mapping[int, str] | None,
-        Of("digests of the moments that adopters can fetch, by expert; absent at joining", "hex BLAKE3", omitted=True),
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Moments(Event):
-    """Written when the moments of an adopted expert have arrived and are in the optimiser."""
-
-    expert: Annotated[int, Of("the adopted expert", "expert index")]
-    peer: Annotated[str, Of("the previous holder", "peer id")]
-    round: Annotated[int, Of("the newest round of this peer", "round")]
-    digest: Annotated[str, Of("digest of the moments as this peer stores them", "hex BLAKE3")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ Imports `base`, `protocol`, `config` and `port`.
 
 - `link`      connections: p2pd, framed streams, calls, the DHT, the swarm clock, reachability and relays
 - `round`     the rendezvous and the exchange of a round
-- `transfer`  peer-to-peer transfer of the reference and of experts' moments
+- `transfer`  peer-to-peer transfer of the reference
 
 Start with `round.sync_round`, one round from top to bottom, then `run_services`, which creates and connects the
 services of a run.

@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from spes_swarm.base.arrays import FloatArray, attach_from
 from spes_swarm.base.errors import InvitationError, ProtocolError, RoundError, TransferError
 from spes_swarm.base.log import context, where_to_read
 from spes_swarm.network.announcer import Announcer
@@ -35,13 +34,11 @@ from spes_swarm.network.round.sync_round import SyncRounds
 from spes_swarm.network.round.token_count import TokenCount
 from spes_swarm.network.run_state import RunState
 from spes_swarm.network.transfer.catching_up import CatchingUp
-from spes_swarm.network.transfer.moments import Moments, moment_limits
 from spes_swarm.network.transfer.transfer import Transfer
 from spes_swarm.port.commands import Called, Listener, RunCommands
 from spes_swarm.port.messages import (
     CaughtUp,
     Presence,
-    ReceivedMoments,
     RoundReport,
     RunSettings,
     SwarmView,
@@ -55,7 +52,6 @@ from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress, RecentFaults, Record, Volunteer
 from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.members.twin import twin_fault
-from spes_swarm.protocol.ownership.moment_rules import num_moments, slices
 
 _ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
 _FRESH_S = 0.5  # it does not wait for records if some were read so recently
@@ -96,7 +92,6 @@ class RunServices(RunCommands):
         self._transfer = Transfer(
             p2p, rpc, state.run_id, state.reference, stall_s, self._on_fault, guests, settings.upload_mbps
         )
-        self._moments = Moments(p2p, state.run_id, moment_limits(run.training), stall_s, self._on_fault, guests)
         self._rendezvous = Rendezvous(
             rpc,
             identity,
@@ -123,7 +118,7 @@ class RunServices(RunCommands):
         self._token_count = TokenCount(
             rpc, state, self._announcer, lambda: self.reachable, lambda: self._rendezvous.gathering
         )
-        services = self._exchange, self._audits, self._transfer, self._moments, self._announcer
+        services = self._exchange, self._audits, self._transfer, self._announcer
         self._rounds = SyncRounds(state, self._rendezvous, *services, listener)
         self._records: Records | None = None
 
@@ -155,7 +150,6 @@ class RunServices(RunCommands):
         await self._token_count.start()
         await self._exchange.start()
         await self._transfer.start()
-        await self._moments.start()
         await self._rendezvous.start()
         await self.refresh()
         self.repeat(self._announcer.announce, 0.3)  # a burst of events needs only one record
@@ -394,25 +388,6 @@ class RunServices(RunCommands):
                 quiet, changes = 0, changes + 1
                 await self._announcer.publish_lease()
         return self._state.leases.held
-
-    async def offer_moments(self, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
-        """See RunCommands."""
-        self._moments.offer(round_number, step, self._moment_slices(experts, memory_fd))
-
-    async def fetch_moments(
-        self, round_number: int, sources: dict[int, tuple[str, ...]], memory_fd: int
-    ) -> dict[int, ReceivedMoments]:
-        """See RunCommands."""
-        return await self._moments.fetch(round_number, sources, self._moment_slices(tuple(sources), memory_fd))
-
-    def _moment_slices(self, experts: tuple[int, ...], memory_fd: int) -> dict[int, FloatArray]:
-        layout, per_weight = self._state.settings.layout, self._moments.limits.per_weight
-        size = num_moments(experts, layout, per_weight)
-        return slices(attach_from(self._state.settings.trainer_pid, memory_fd, size), experts, layout, per_weight)
-
-    async def wait_until_fetched(self, timeout_s: float) -> bool:
-        """See RunCommands."""
-        return await self._moments.wait_until_fetched(timeout_s)
 
     # Rounds.
 

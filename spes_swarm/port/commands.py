@@ -23,7 +23,6 @@ from spes_swarm.metrics import events
 from spes_swarm.port.messages import (
     CaughtUp,
     Presence,
-    ReceivedMoments,
     RoundReport,
     RunSettings,
     SwarmView,
@@ -149,17 +148,6 @@ class RunCommands(Protocol):
 
         `room` is the most that this peer can hold. `fixed`: the user chose the experts, which must not change later.
         """
-
-    async def offer_moments(self, *, round_number: int, step: int, experts: tuple[int, ...], memory_fd: int) -> None:
-        """Serves the moments of experts given up at a commit, from shared memory, to the peers that adopt them."""
-
-    async def fetch_moments(
-        self, *, round_number: int, sources: dict[int, tuple[str, ...]], memory_fd: int
-    ) -> dict[int, ReceivedMoments]:
-        """Fetches the moments of experts adopted at a commit into shared memory; returns those that arrived."""
-
-    async def wait_until_fetched(self, *, timeout_s: float) -> bool:
-        """Waits until the adopters have fetched all moments due from this peer. Returns False after `timeout_s`."""
 
     # Rounds.
 

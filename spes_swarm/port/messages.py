@@ -149,15 +149,6 @@ class TransferReport:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceivedMoments:
-    """One expert's moments as they arrived."""
-
-    peer_id: str
-    step: int  # of the previous holder's optimiser
-    digest: str  # hex BLAKE3 of the values
-
-
-@dataclass(frozen=True, slots=True)
 class Command:
     """A command to the network process."""
 

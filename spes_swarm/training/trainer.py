@@ -32,7 +32,6 @@ from spes_swarm.protocol.consensus.reference import ReferenceTable
 from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.storage.checkpoint import Checkpoint
 from spes_swarm.training.gradients import Gradients, GradientSource, autocast, loss_weights
-from spes_swarm.training.handover import Handover
 from spes_swarm.training.health.divergence import DivergenceGuard
 from spes_swarm.training.health.held_out import HeldOutLoss, HeldOutText
 from spes_swarm.training.health.loss_watch import LossWatch
@@ -40,6 +39,7 @@ from spes_swarm.training.health.routing_health import RoutingHealth
 from spes_swarm.training.live_weights import LiveWeights
 from spes_swarm.training.local_work import LocalWork, finite_or_none
 from spes_swarm.training.optimiser.registry import make_optimiser
+from spes_swarm.training.optimiser.warm_up import WarmUp
 from spes_swarm.training.out_of_memory import StepMemory
 from spes_swarm.training.profiling import span, start_profiler
 from spes_swarm.training.ranks.shared_gradients import SharedGradients
@@ -81,9 +81,7 @@ class Trainer:
         )
         self._routing = RoutingHealth(setup, self._gradients, self._warn)
         self._live = LiveWeights(setup.model, setup.reference_N, setup.contribution_N, setup.run)
-        self._handover = Handover(
-            setup.network, setup.model, self._optimiser, setup.metrics, setup.run.ownership.warmup_steps
-        )
+        self._warm_up = WarmUp(setup.run.ownership.warmup_steps)
         self._leaving = False  # the current round is this peer's last
         self._loss_rose: bool | None = None  # what this peer said about the last commit
         self._has_returned = False  # the last commit took back another one
@@ -161,7 +159,6 @@ class Trainer:
             with self._step_memory.guard(self._optimiser), self._round_events.step():
                 self._train_step()
             self._saver.before_step()
-            self._handover.take(self.round)
             self._saver.look()
             if setup.publishing is not None:
                 setup.publishing.look()
@@ -177,10 +174,6 @@ class Trainer:
         self._announce("leaving")  # so that no peer waits for this one in the next round
         self._round_events.write(wait_s=self._round_config.stall_timeout_s)
         self._saver.save(self.round, self.step)
-        if self._leaving:
-            self._setup.status.phase = "handing over"
-            # A peer that adopts an expert fetches its moments; one that does not has gone itself.
-            self._network.ask(Commands.wait_until_fetched, None, timeout_s=2 * self._round_config.stall_timeout_s)
         if setup.publishing is not None:
             if self.run_is_over:
                 setup.publishing.publish_last(self.round, setup.stop, _FINISH_PUBLISHING_S)
@@ -256,7 +249,7 @@ class Trainer:
             return
         self._divergence.stepped()
         self._watch.add_step(self._loss)
-        self._handover.warm_up.step(self._model, self._optimiser.step)
+        self._warm_up.step(self._model, self._optimiser.step)
         self._work.add_step(self._tokens_per_step, routed_E, self._loss)
         self._routing.add_step(routed_LE, self._model.held)
         self.step += 1
@@ -285,7 +278,7 @@ class Trainer:
             self._await_round()
         self._warn("diverged", f"the loss is NaN or infinite: restarting from round {self.round}'s reference")
         self._reset_to_reference()
-        self._handover.warm_up.start(self._model.held)
+        self._warm_up.start(self._model.held)
         self._work.discard()
 
     def _reset_to_reference(self) -> None:
@@ -452,21 +445,15 @@ class Trainer:
         change, layout, round_number = report.experts, self._model.layout, report.commit.round
         if not change.gained and not change.lost:
             return
-        given = self._handover.give(round_number, [expert for expert, takers in change.lost.items() if takers])
         self._leaving = self._leaving or self._is_last_round()
         if not self._leaving:
             self._model.hold(change.held, self._optimiser)
             changed = [*change.gained, *change.lost]
             self._live.reset_to_reference(layout.expert_block(expert).index for expert in changed)
             self._work.forget_experts(changed)
-            self._handover.warm_up.stop(change.lost)
-            self._handover.warm_up.start(change.gained)
-            self._handover.ask(round_number, {e: givers for e, givers in change.gained.items() if givers})
-        self._setup.metrics.write(
-            events.Lease(
-                round=round_number, gained=sorted(change.gained), lost=sorted(change.lost), moments_given=given
-            )
-        )
+            self._warm_up.stop(change.lost)
+            self._warm_up.start(change.gained)
+        self._setup.metrics.write(events.Lease(round=round_number, gained=change.gained, lost=change.lost))
 
     def _evaluate(self) -> HeldOutLoss | None:
         due = self._held_out.due(self.round, first=self._rounds_done == 1, last=self._finished())

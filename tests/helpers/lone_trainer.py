@@ -110,9 +110,6 @@ class StubNetwork:
         self.on_traffic()
         return 10, 20
 
-    async def wait_until_fetched(self, timeout_s: float) -> bool:
-        return True
-
     async def count_tokens(self) -> TokenCounts:
         return TokenCounts(1 << 40, (1000.0,) * self.others)
 

@@ -129,9 +129,6 @@ class MemoryPeer:
     async def traffic(self) -> tuple[int, int]:
         return 0, 0
 
-    async def wait_until_fetched(self, timeout_s: float) -> bool:
-        return True
-
     def live_shared(self) -> np.ndarray[Any, np.dtype[np.float32]]:
         """The shared block that it trains with."""
         shared_N = np.empty(self.model.layout.blocks[0].size, dtype=np.float32)

@@ -102,7 +102,7 @@ def _change_experts(network: StubNetwork) -> RoundReport | CaughtUp:
     report = network.commit()
     network.held = OTHERS
     (gained,), (lost,) = set(OTHERS) - set(HELD), set(HELD) - set(OTHERS)
-    return dataclasses.replace(report, experts=ExpertChange(OTHERS, {gained: ()}, {lost: ()}))
+    return dataclasses.replace(report, experts=ExpertChange(OTHERS, (gained,), (lost,)))
 
 
 def main(arguments: list[str]) -> int:

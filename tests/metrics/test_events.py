@@ -20,7 +20,7 @@ from spes_swarm.storage.metrics_file import Metrics
 from tests.helpers.events import check_events, round_event, step_event
 from tests.helpers.lone_trainer import LoneTrainer, StubNetwork, run_config
 
-NAMES = """checkpoint data fault from_hub group hub_blocks join lease leave link listening moments publish reach round
+NAMES = """checkpoint data fault from_hub group hub_blocks join lease leave link listening publish reach round
 routing schedule_end step sync sync_progress"""
 
 
@@ -116,13 +116,13 @@ def test_what_a_trainer_writes_fits_the_schema(tmp_path: Path) -> None:
     def catch_up(network: StubNetwork) -> CaughtUp:
         return CaughtUp(round=1, why="it slept", seconds=1.5, payload_bytes=7, complete=True)
 
-    def hand_over(network: StubNetwork) -> RoundReport:
+    def change_experts(network: StubNetwork) -> RoundReport:
         report = network.commit()
-        return replace(report, experts=replace(report.experts, held=(1, 5), gained={5: ()}, lost={4: ()}))
+        return replace(report, experts=replace(report.experts, held=(1, 5), gained=(5,), lost=(4,)))
 
     run = run_config(training={"total_steps": 20}, round={"inner_steps": 5}, evaluation={"every_rounds": 1})
     peer = LoneTrainer(tmp_path, run, max_rounds=5, evaluation=[np.arange(128).reshape(2, 64)])
-    peer.network.answers = [catch_up, hand_over]
+    peer.network.answers = [catch_up, change_experts]
     peer.trainer.run()
     peer.close()
     names = {line["event"] for line in written(peer.metrics_path)}
@@ -133,14 +133,14 @@ def test_null_and_absent_are_two_things(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "metrics.jsonl", "me")
     metrics.write(step_event(mfu=None))
     metrics.write(step_event(data=(3, 4), loss=float("inf")))
-    metrics.write(events.Lease(gained=(1,), lost=(), round=2, moments_given={4: "ab" * 32}))
+    metrics.write(events.Lease(gained=(1,), lost=(), round=2))
     metrics.write(round_event())
     metrics.close()
     first, second, lease, committed = written(tmp_path / "metrics.jsonl")
     assert first["mfu"] is None
     assert "data" not in first
     assert (second["data"], second["loss"]) == ([3, 4], None)
-    assert lease["moments_given"] == {"4": "ab" * 32}
+    assert lease["round"] == 2
     assert committed["eval_loss"] is None
 
 

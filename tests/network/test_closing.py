@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 
-from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import (
-    MAX_STREAMS_PER_PEER,
     Channel,
     StreamHandler,
     open_channel,
@@ -21,10 +18,7 @@ from spes_swarm.network.link.wire import (
 )
 from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.network.round.exchange import Exchange
-from spes_swarm.network.transfer.moments import Moments
 from spes_swarm.protocol.consensus.codec import get_codec
-from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS
-from spes_swarm.protocol.ownership.moment_rules import Limits, MomentLimits, MomentumLimit
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
@@ -128,73 +122,5 @@ def test_a_member_has_been_served_once_it_closes_its_stream() -> None:
             assert not states[reducer].unserved
             assert sent == num_bytes > 0
             assert not faults
-
-    run(test)
-
-
-def moments_of(host: Host, limits: Limits, faults: list[ProtocolError]) -> Moments:
-    return Moments(
-        host.daemon.p2p,
-        RUN_ID,
-        limits,
-        stall_timeout_s=LONG_S,
-        on_fault=lambda peer_id, error: faults.append(error),
-        guests=MEMBERS,
-    )
-
-
-def test_a_giver_of_many_experts_may_leave_once_all_their_moments_have_arrived() -> None:
-    experts = range(3 * MAX_STREAMS_PER_PEER)
-    offered = {expert: np.full(2 * CHUNK_ELEMENTS // 8, float(expert), np.float32) for expert in experts}
-
-    async def test() -> None:
-        async with connected() as (server, client):
-            faults: list[ProtocolError] = []
-            unbounded = MomentLimits(ratio=math.inf, second=math.inf)
-            giver, adopter = (moments_of(host, unbounded, faults) for host in (server, client))
-            await giver.start()
-            giver.expect(3, {expert: [client.peer_id] for expert in experts})
-            giver.offer(3, 17, offered)
-            received = {expert: np.zeros_like(values_2N) for expert, values_2N in offered.items()}
-            found = await adopter.fetch(3, {expert: [server.peer_id] for expert in experts}, received)
-            assert [(found[expert].peer_id, found[expert].step) for expert in experts] == [(server.peer_id, 17)] * len(
-                experts
-            )
-            for expert in experts:
-                np.testing.assert_array_equal(received[expert], offered[expert])
-            assert await giver.wait_until_fetched(LONG_S)
-            assert not faults
-
-    run(test)
-
-
-@pytest.mark.parametrize(
-    ("offered_N", "why"),
-    [
-        (np.full(1000, 0.03, np.float32), None),  # of length 0.95
-        (np.full(1000, 0.04, np.float32), "impossible with gradients clipped to max_grad_norm"),
-        (np.array([0.0] * 999 + [np.nan], np.float32), "nonfinite"),
-        (np.full(2000, 0.01, np.float32), "oversized"),  # two moments per weight, as AdamW has
-        (np.full(500, 0.01, np.float32), "shape"),
-    ],
-    ids=["possible", "too long", "NaN", "of another optimiser", "too few"],
-)
-def test_a_momentum_is_taken_only_if_it_is_possible(offered_N: FloatArray, why: str | None) -> None:
-    async def test() -> None:
-        async with connected() as (server, client):
-            faults: list[ProtocolError] = []
-            giver, adopter = (moments_of(host, MomentumLimit.of(1.0, 0.95), faults) for host in (server, client))
-            await giver.start()
-            giver.expect(3, {0: [client.peer_id]})
-            giver.offer(3, 17, {0: offered_N})
-            received_N = np.zeros(1000, np.float32)
-            found = await adopter.fetch(3, {0: [server.peer_id]}, {0: received_N})
-            if why is None:
-                assert found[0].step == 17
-                np.testing.assert_array_equal(received_N, offered_N)
-                assert not faults
-            else:
-                assert not found
-                assert any(why in str(fault) for fault in faults), faults
 
     run(test)

@@ -57,7 +57,7 @@ def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
     others: dict[str, Any] = {
         "rendezvous": SimpleNamespace(join=join, reachable=True),
         "exchange": SimpleNamespace(run=exchange, on_fault=on_fault),
-        **{name: MagicMock() for name in ("audits", "transfer", "moments", "announcer", "listener")},
+        **{name: MagicMock() for name in ("audits", "transfer", "announcer", "listener")},
     }
     rounds = SyncRounds(run, **others)
 

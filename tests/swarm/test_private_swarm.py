@@ -123,7 +123,7 @@ async def _intrude(maddr: str, stolen: bytes) -> None:
         for method in ("manifest", "table", "tokens", "gather", "call", "have", "tokenizer", "reach", "nonsense"):
             with pytest.raises(RefusedError, match="this run is private"):
                 await rpc.call(founder, method, run, PATIENCE_S)
-        for name in ("push", "pull", "fetch", "moments"):
+        for name in ("push", "pull", "fetch"):
             with suppress(*STREAM_ERRORS):
                 async with open_channel(daemon.p2p, founder, f"{manifest.run_id}/{name}", PATIENCE_S) as channel:
                     frame = await channel.receive(1 << 20)

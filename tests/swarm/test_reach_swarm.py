@@ -303,7 +303,7 @@ def test_peers_behind_home_routers_notice_it_and_train_as_clients(tmp_path: Path
             assert event["via"] == [public.events("join")[0]["peer_id"]]
             assert f"not reachable from outside: {network.address(host)} accepts no connections" in home.text()
             assert "others join with" not in home.text()
-            # Nobody asked for it, but moments of experts may have to pass between the two.
+            # Nobody asked for it, but the two greet each other.
             home.wait_for("link", lambda e: e["relayed"])
         number = max(public.rounds())
         assert homes[0].wait_for_round(number)["payload_bytes_sent"] < public.rounds()[number]["payload_bytes_sent"]

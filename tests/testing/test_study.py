@@ -239,41 +239,6 @@ def test_sudden_deaths_lose_work(tmp_path: Path, stream: TokenStream) -> None:
     assert orderly.digest != sudden.digest
 
 
-@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-def test_a_peer_that_leaves_passes_its_moments_to_who_adopts_its_experts(
-    tmp_path: Path, stream: TokenStream, optimiser: str
-) -> None:
-    arm = one(tmp_path, room=8, set={"training.optimiser": optimiser, "ownership.replicas": 1})
-    run = arm.with_seed(0)
-    swarm = SequentialSwarm(
-        run,
-        own_orders(run, stream, range(2)),
-        [(0, 1, 2, 3), (4, 5, 6, 7)],
-        room=8,
-        rules=rules_of(run, 8),
-        handover=True,
-    )
-    leaver, heir = swarm.peers
-    swarm.train([3, 2])
-    theirs = {expert: leaver.moments(expert) for expert in leaver.model.held}
-    own = {expert: heir.moments(expert) for expert in heir.model.held}
-    swarm.hold_round([leaver])
-    assert swarm.peers == [heir]
-    assert (swarm.adopted, swarm.given) == (4, 4)
-    for expert, (_, moments_KN) in (theirs | own).items():
-        steps, now_KN = heir.moments(expert)
-        assert moments_KN.any()
-        assert now_KN.tobytes() == moments_KN.tobytes()
-        assert steps == 3  # of the stack
-    churn = {"share": 0.25, "every_rounds": 1}
-    fresh, handed_over = (
-        run_arm(one(tmp_path, room=8, churn=churn, handover=handover, steps=6), 0, stream, 1)
-        for handover in (False, True)
-    )
-    assert fresh.given == handed_over.given > 0
-    assert fresh.digest != handed_over.digest
-
-
 # The table.
 
 

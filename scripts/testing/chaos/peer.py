@@ -11,7 +11,7 @@ from scripts.testing.chaos.report import Attempt
 from scripts.testing.local_peer import Event, LocalPeer
 
 # Only a hostile member can be named for these; any peer can lose its connection, or be late on a busy machine.
-_LIES = frozenset({"clipped", "duty", "moments", "nonfinite", "norm", "proven", "signature", "weight"})
+_LIES = frozenset({"clipped", "duty", "nonfinite", "norm", "proven", "signature", "weight"})
 _NUM_PROCESSES = 3  # the trainer, the network process, p2pd
 
 

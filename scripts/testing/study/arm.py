@@ -75,8 +75,6 @@ class ArmConfig(Section):
     # iid: every peer draws from all text; shards: each from its own part of it (text of another kind).
     data: Annotated[str, Pattern(r"iid|shards", "iid or shards")] = "iid"
     speeds: tuple[Positive, ...] = ()  # relative, of the peers in turn; empty: equal. The mean peer does all steps
-    room: Count | None = None  # the most experts that a peer can hold; None: what the target of replicas needs
-    handover: bool = False  # a peer that gives up an expert passes its moments to a peer that adopts it at that commit
     # Codec in which peers average Muon's momentum after each round; None: each keeps its own.
     share_momentum: Annotated[str, Pattern("|".join(CODECS), f"one of {', '.join(CODECS)}")] | None = None
     churn: ChurnConfig = field(default_factory=ChurnConfig)

@@ -32,9 +32,6 @@ class Outcome:
     tokens: int  # of all peers
     digest: str  # of the last reference, hex
     seconds: float  # CPU time
-    joined_with: int = 0  # experts that newcomers chose
-    adopted: int = 0  # experts that peers took over at commits
-    given: int = 0  # of those, the ones that another peer gave up at the same commit
 
 
 class _Pace:
@@ -99,7 +96,7 @@ def run_arm(
     num_arrived = config.peers
     every = max(1, round(config.steps / evaluations))
     curve: list[tuple[int, float]] = []
-    done = num_bytes = peer_steps = tokens = holders = joined_with = 0
+    done = num_bytes = peer_steps = tokens = holders = 0
 
     def end(loss: float | None) -> Outcome:
         return Outcome(
@@ -111,9 +108,6 @@ def run_arm(
             tokens=tokens,
             digest=swarm.peers[0].reference.digest.hex(),
             seconds=time.process_time() - started,
-            joined_with=joined_with,
-            adopted=swarm.adopted,
-            given=swarm.given,
         )
 
     while done < config.steps:
@@ -140,7 +134,6 @@ def run_arm(
             newcomer = _join(swarm, config, run, stream, num_arrived, place)
             places[newcomer.name] = place
             num_arrived += 1
-            joined_with += len(newcomer.model.held)
         before, done = done, done + inner_steps
         if done == config.steps or done // every > before // every:
             curve.append((done, swarm.reference_loss()))
@@ -168,7 +161,7 @@ def _start(config: ArmConfig, run: RunConfig, stream: TokenStream) -> Sequential
     if config.mode in ("fedavg", "diloco"):
         outer = OuterNesterov(config.outer) if config.mode == "diloco" else None
         return SequentialSwarm(run, samplers, [everything] * config.peers, outer=outer)
-    room = room_of(run, config.peers) if config.room is None else config.room
+    room = room_of(run, config.peers)
     rules = rules_of(run, room)
     holdings = initial_holdings(run.model.num_experts, config.peers, room, rules)
-    return SequentialSwarm(run, samplers, holdings, room=room, rules=rules, handover=config.handover)
+    return SequentialSwarm(run, samplers, holdings, room=room, rules=rules)

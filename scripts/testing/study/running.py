@@ -100,9 +100,6 @@ def run_missing(study: Study, data: str, directory: Path, jobs: int, say: Callab
     def report(task: Task, outcome: Outcome, number: int) -> None:
         loss = "diverged" if outcome.loss is None else f"loss {outcome.loss:.4f}"
         say(f"[{number}/{len(missing)}] {task.title}: {loss}, {outcome.seconds:.0f} s of CPU time")
-        if outcome.joined_with:
-            moved = f"{outcome.adopted} adopted, {outcome.given} of them given"
-            say(f"  experts: {outcome.joined_with} of newcomers, {moved}")
 
     if jobs == 1 or len(missing) < 2:
         for number, task in enumerate(missing, 1):

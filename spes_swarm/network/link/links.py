@@ -70,7 +70,7 @@ class Links:
         a round, connections that work are left alone.
         """
         connections = await self.daemon.connections()
-        # Two clients exchange only experts' moments: worth a circuit for each pair while clients are few.
+        # Two clients exchange only greetings, which show that a peer runs: worth a circuit while clients are few.
         all_pairs = sum(not peer.reachable for peer in peers) <= _MAX_OTHER_CLIENTS
         wanted = {peer.peer_id: peer for peer in peers if reachable or peer.reachable or all_pairs}
         for table in (self._attempts, self._returns):

@@ -23,7 +23,6 @@ from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.round.lasting_records import LastingRecords
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.network.run_state import RunState
-from spes_swarm.network.transfer.moments import Moments
 from spes_swarm.network.transfer.transfer import Transfer
 from spes_swarm.port.commands import Listener
 from spes_swarm.port.messages import RoundReport
@@ -48,7 +47,6 @@ class SyncRounds:
     exchange: Exchange
     audits: Audits
     transfer: Transfer
-    moments: Moments
     announcer: Announcer
     listener: Listener
 
@@ -241,7 +239,6 @@ class SyncRounds:
     def _reassign(self, group: Group, plan: Plan, leaving: bool) -> ExpertChange:
         """Determines which experts this peer trains from now on."""
         experts = self.run_state.leases.after_commit(group, plan)
-        self.moments.expect(group.round, experts.lost)
         if (experts.gained or experts.lost) and not leaving:
             self.announcer.renew_lease_soon()
         return experts

@@ -1,4 +1,4 @@
-"""Which peer trains which expert: adoption when a holder dies, rebalancing, rotation, and the moments handed over.
+"""Which peer trains which expert: adoption when a holder dies, rebalancing and rotation.
 
 Start with `reassignment.reassign`: what each peer holds after a commit.
 """

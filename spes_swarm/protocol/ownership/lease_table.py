@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.records import Lease
@@ -27,8 +27,8 @@ class ExpertChange:
     """What the commit of a round changes for this peer."""
 
     held: tuple[int, ...]
-    gained: dict[int, tuple[str, ...]] = field(default_factory=dict)  # expert -> peers that give it up, if any
-    lost: dict[int, tuple[str, ...]] = field(default_factory=dict)  # expert -> peers that take it over, if any
+    gained: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
 
 
 class Leases:
@@ -90,16 +90,9 @@ class Leases:
 
     def after_commit(self, group: Group, plan: Plan) -> ExpertChange:
         """Applies `reassign` to the group that has committed, and takes this peer's row of the outcome."""
-        before = {member.peer_id: set(member.statement.held) for member in group.members}
-        after = {peer: set(held) for peer, held in reassign_group(group, plan, self._num_experts, self._rules).items()}
-        idle = {group.members[i].peer_id for i in plan.without_duty}
-        give = [peer for peer in before if peer not in idle]  # whose moments are taken
-        new = after.get(self._me, set())
-        mine = set(self.held)
-        givers = {e: tuple(p for p in give if e in before[p] - after.get(p, set())) for e in new - mine}
-        takers = {e: tuple(p for p in after if self._me in give and e in after[p] - before[p]) for e in mine - new}
-        self.held = tuple(sorted(new))
-        return ExpertChange(self.held, givers, takers)
+        before, self.held = self.held, reassign_group(group, plan, self._num_experts, self._rules).get(self._me, ())
+        gained, lost = set(self.held).difference(before), set(before).difference(self.held)
+        return ExpertChange(self.held, tuple(sorted(gained)), tuple(sorted(lost)))
 
 
 def reassign_group(group: Group, plan: Plan, num_experts: int, rules: Rules) -> dict[str, tuple[int, ...]]:

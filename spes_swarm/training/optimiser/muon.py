@@ -79,8 +79,7 @@ class PeerMuon(PeerAdamW):
     `matrices` is how many matrices are stacked, row by row, in each 2-D slice of the group's parameters; such a group
     also has `momentum`. For the memory of a step see `step_bytes`.
 
-    The momentum is a moving average, m = momentum * m + (1 - momentum) * gradient, so it is never longer than the
-    longest gradient; see `moment_rules`.
+    The momentum is a moving average, m = momentum * m + (1 - momentum) * gradient.
     """
 
     expert_moments = MOMENTUM

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 
 class PeerOptimiser(torch.optim.Optimizer):
-    """An optimiser whose state changes hands and is saved, and is stored in one of `moment_storage.FORMS`.
+    """An optimiser whose state is saved, and is stored in one of `moment_storage.FORMS`.
 
     Moments are in fp32 and have the shape of their parameter: a stack of experts has a row for each.
 
     A parameter group may have a `peak_ratio`: its peak learning rate, divided by the run's.
 
     Attributes:
-        expert_moments: the names of the moments of experts, in the order in which peers exchange them.
+        expert_moments: the names of the moments of experts.
     """
 
     expert_moments: ClassVar[tuple[str, ...]]

@@ -7,17 +7,14 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from spes_swarm.base.errors import CheckpointError, ProtocolError
+from spes_swarm.base.errors import CheckpointError
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.sparse_model import SparseModel, build_model
-from spes_swarm.protocol.ownership.moment_rules import MomentumLimit, check_moments
 from spes_swarm.training.optimiser import moment_storage
-from spes_swarm.training.optimiser.expert_moments import read_moments, write_moments
 from spes_swarm.training.optimiser.moment_storage import FORMS, MOMENTUM
 from spes_swarm.training.optimiser.muon import orthogonalise
 from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
@@ -208,33 +205,6 @@ def test_a_matrix_has_one_moment_and_anything_else_has_two(form: str) -> None:
         state = optimiser.state[parameter]
         stored = sum(value.nbytes for key, value in state.items() if key != "step")
         assert stored == (4 if is_matrix else 8) * parameter.numel(), name
-
-
-def test_experts_travel_with_one_moment_and_the_longest_possible_one_is_accepted() -> None:
-    giver, taker = tiny((1, 5)), tiny((0, 5))
-    given, taken = (make_optimiser(model, TRAINING) for model in (giver, taker))
-    limit = MomentumLimit.of(TRAINING.max_grad_norm, TRAINING.muon_momentum)
-    size = giver.layout.expert_block(5).size
-    theirs_N, mine_N = np.empty(size, np.float32), np.empty(size, np.float32)
-    for _ in range(150):  # always the same gradients, of expert 5 alone, which are clipped
-        for name, parameter in giver.trainable_parameters():
-            parameter.grad = torch.zeros_like(parameter)
-            if "experts" in name:
-                parameter.grad[1] = 3.0
-        parameters = [parameter for _, parameter in giver.trainable_parameters()]
-        torch.nn.utils.clip_grad_norm_(parameters, TRAINING.max_grad_norm)
-        given.step()
-    assert read_moments(given, giver, 5, theirs_N) == 150
-    assert np.linalg.norm(theirs_N) == pytest.approx(TRAINING.max_grad_norm, rel=1e-3)
-    check_moments(theirs_N, limit)
-    with pytest.raises(ProtocolError, match="impossible with gradients clipped to max_grad_norm"):
-        check_moments(1.02 * theirs_N, limit)
-    write_moments(taken, taker, 5, theirs_N, 150)
-    assert read_moments(taken, taker, 5, mine_N) == 150
-    assert mine_N.tobytes() == theirs_N.tobytes()
-    read_moments(taken, taker, 0, mine_N)
-    assert not mine_N.any()
-    train(taker, taken, [0])
 
 
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [("adamw", "muon"), ("muon", "adamw")])
