@@ -31,7 +31,7 @@ from scripts.testing.benches import slow_lines
 from scripts.testing.benches.slow_lines import OUTSIDE, compare, slow_peers
 from scripts.testing.benchmark import Row
 from scripts.testing.local_network import LocalNetwork, enter_namespace
-from scripts.testing.local_peer import LocalPeer
+from scripts.testing.local_peer import LocalPeer, LocalPeerError
 from spes_swarm.base.rate_limit import DURING_ROUNDS_SHARE
 
 KINDS = ("shipped", "no limit")
@@ -84,12 +84,14 @@ def _uploads(
     """Publishes repeatedly in the background."""
     stop, current = threading.Event(), list[subprocess.Popen[bytes]]()
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_test_owner", "OMP_NUM_THREADS": "1"}
+    log = peer.output_dir / f"publish{phase}.log"
     arguments = [str(peer.output_dir), "--to", f"user/phase-{phase}", "--json", "--background", *limits]
 
     def publish() -> None:
         while not stop.is_set():
             command = _on_host(network, 0, "spes_swarm.publish", *arguments)
-            current[:] = [subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)]
+            with log.open("ab") as output:
+                current[:] = [subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)]
             current[0].wait()
 
     def ask() -> int:
@@ -102,6 +104,8 @@ def _uploads(
         thread.start()
         try:
             yield lambda: on_the_server.submit(ask).result()
+            if on_the_server.submit(ask).result() == 0:
+                raise LocalPeerError(f"nothing was uploaded\n{log.read_text(encoding='utf-8')[-2000:]}")
         finally:
             stop.set()
             for process in current:
