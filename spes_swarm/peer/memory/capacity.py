@@ -21,7 +21,7 @@ Activations come on top (step_memory.py counts them). What Python, torch and CUD
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,10 +35,11 @@ from spes_swarm.config.experts_wanted import ExpertsWanted, parse_experts
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.experts import PROJECTIONS
-from spes_swarm.model.foreign.frozen_stack import FORMS, bytes_per_weight
+from spes_swarm.model.foreign.frozen_stack import bytes_per_weight
 from spes_swarm.model.foreign.storage import ForeignBytes, foreign_bytes
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.memory.host_memory import belongs_on_disk, free_host_bytes, place_of_previous
+from spes_swarm.peer.memory.savings import as_flags, savings
 from spes_swarm.peer.step_settings import StepSettings
 from spes_swarm.protocol.consensus.codec import Codec, get_codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
@@ -49,7 +50,6 @@ from spes_swarm.training.optimiser.registry import matrix_moments
 _WEIGHT, _GRADIENT, _MOMENT = 4, 4, 4  # bytes per trained weight
 # The rest is for activations, allocator fragmentation and other processes.
 _USABLE_FRACTION = 0.7
-_SMALLEST_FORM = FORMS[-1]  # of others' experts
 
 
 def free_bytes(device: torch.device) -> int:
@@ -172,6 +172,11 @@ class Workload:
         on_host = sum(self.host_bytes(num_experts).values())
         return (0, on_device + on_host) if self.device.type == "cpu" else (on_device, on_host)
 
+    def beside_activations(self, num_experts: int) -> int:
+        """Returns the bytes needed where the activations are."""
+        on_device, on_host = self.needed(num_experts)
+        return on_host if self.device.type == "cpu" else on_device
+
 
 def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, free_on_device: float | None = None) -> int:
     """Returns how many experts to train: `wanted`, or for "auto" up to `most`, leaving memory for activations.
@@ -204,8 +209,8 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, free_
     if fits(num_experts, fraction=1.0):
         return num_experts
     where, needed, free = shortage(workload, num_experts)
-    least = shortage(replace(workload, foreign_experts=_SMALLEST_FORM, optimizer_states="host"), 1)
-    moments = " and moments in host memory" if on_gpu else ""
+    shortages = [(flags, *shortage(work, 1)) for flags, work in (("", workload), *smaller_workloads(workload))]
+    flags, least_where, least, _ = min(shortages, key=lambda each: each[2] - each[3])
     raise CapacityError(
         f"training {plural(num_experts, 'expert')} needs {gigabytes(needed)} of {where}, but only "
         f"{gigabytes(free)} is free: "
@@ -214,9 +219,9 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, free_
                 _what_would_fit(fits, num_experts, workload),
                 _what_would_fit(partial(fits, fraction=1.0), num_experts, workload),
             ),
-            f"one expert, with the others in {_SMALLEST_FORM}{moments}, still needs "
-            f"{gigabytes(least[1])}{'' if least[0] == where else f' of {least[0]}'}; use a machine with more memory, "
-            "or found a run with a smaller model",
+            f"one expert{' with ' if flags else ''}{flags} still needs {gigabytes(least)}"
+            f"{'' if least_where == where else f' of {least_where}'}; use a machine with more memory, or found a run "
+            "with a smaller model",
         )
     )
 
@@ -240,24 +245,12 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def smaller_workloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """Yields flags and the workload with them: the previous reference on the disk, others' experts in fewer bytes, then
-    moments in another form.
-    """
+    """Yields flags and the workload with them: the previous reference on the disk, then one saving after another."""
     if workload.previous == "memory":
         yield as_flags({"previous_reference": "disk"}), replace(workload, previous="disk")
-    forms = FORMS[FORMS.index(workload.foreign_experts) :]
-    states_left = () if workload.device.type == "cpu" or workload.optimizer_states == "host" else ("host",)
-    for states in (workload.optimizer_states, *states_left):
-        for form in forms:
-            changes = {"foreign_experts": form, "optimizer_states": states}
-            changed = {name: value for name, value in changes.items() if value != getattr(workload, name)}
-            if changed:
-                yield as_flags(changed), replace(workload, foreign_experts=form, optimizer_states=states)
-
-
-def as_flags(settings: Mapping[str, object]) -> str:
-    """Returns settings of a PeerConfig as they are written on a command line."""
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
+    settings = {name: getattr(workload, name) for name in ("foreign_experts", "optimizer_states", "foreign_storage")}
+    for changes in savings(settings, workload.device):
+        yield as_flags(changes), replace(workload, **changes)
 
 
 def memory_of(device: torch.device) -> str:

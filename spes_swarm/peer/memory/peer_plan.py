@@ -12,10 +12,9 @@ from spes_swarm.base.wording import plural
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.peer.memory.capacity import Workload, free_bytes, gigabytes, memory_of, plan_experts, smaller_workloads
-from spes_swarm.peer.memory.choices import step_shape
 from spes_swarm.peer.memory.disk_space import check_disk
 from spes_swarm.peer.memory.host_memory import free_host_bytes
-from spes_swarm.peer.memory.step_memory import StepEstimate
+from spes_swarm.peer.memory.step_memory import StepEstimate, StepShape
 from spes_swarm.peer.step_settings import StepSettings
 from spes_swarm.training.ranks.placement import Placement
 
@@ -53,16 +52,16 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
     note = check_disk(work, experts, peer)
     batch_size = run.training.batch_size_of(peer.batch_size) // num_ranks
     most = min(batch_size, StepSettings.of(peer, device).micro_batch_size or batch_size)
-    free = free_bytes(device) if device.type == "cuda" else free_host_bytes()
+    free = free_bytes(device)
     sharing = num_ranks if device.type == "cpu" else 1  # ranks whose activations are in the same memory
     if _is_negligible(run, sharing * most, free):
         return PeerPlan(experts=experts, micro_batch_size=most, note=note, previous=work.previous)
     run = replace(run, training=replace(run.training, batch_size=batch_size))
-    estimate = StepEstimate(run, step_shape(peer, device, experts), work.layout)
+    estimate = StepEstimate(run, StepShape.of(peer, device, experts), work.layout)
     smallest = experts if peer.experts != "auto" else 1
-    while experts > smallest and sharing * estimate.temporary(1) > free - _static(work, experts):
+    while experts > smallest and sharing * estimate.temporary(1) > free - work.beside_activations(experts):
         experts -= 1
-    static = _static(work, experts)
+    static = work.beside_activations(experts)
     size = estimate.largest_micro_batch((_USABLE_FRACTION[device.type] * free - static) / sharing, most)
     if size == 0 and (needed := static + sharing * estimate.temporary(1)) > free:
         raise CapacityError(
@@ -77,16 +76,11 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
     return PeerPlan(experts=experts, micro_batch_size=max(1, size), note=note, previous=work.previous)
 
 
-def _static(work: Workload, experts: int) -> int:
-    on_device, on_host = work.needed(experts)
-    return on_device if work.device.type == "cuda" else on_host
-
-
 def _what_would_fit(
     run: RunConfig, peer: PeerConfig, work: Workload, experts: int, free: int, sharing: int
 ) -> Iterator[str]:
     """Yields settings that would fit, best first; the others' experts' form hardly changes the activations."""
-    layers = step_shape(replace(peer, activation_checkpointing="layers"), work.device, experts)
+    layers = StepShape.of(replace(peer, activation_checkpointing="layers"), work.device, experts)
     temporary = sharing * StepEstimate(run, layers, work.layout).temporary(1)
     flag = "" if peer.activation_checkpointing == "layers" else "--activation-checkpointing layers "
     options = [("", work), *((f"{flags} ", smaller) for flags, smaller in smaller_workloads(work))]
@@ -95,7 +89,7 @@ def _what_would_fit(
         fewer = f"--experts {number} " if number < experts else ""
         for flags, smaller in options:
             # Moments that move off a GPU need host memory.
-            if _static(smaller, number) + temporary <= free and smaller.needed(number)[1] <= free_on_host:
+            if smaller.beside_activations(number) + temporary <= free and smaller.needed(number)[1] <= free_on_host:
                 yield f"{flag}{fewer}{flags}would fit"
 
 

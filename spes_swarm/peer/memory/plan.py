@@ -13,8 +13,8 @@ from spes_swarm.base.wording import plural
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
-from spes_swarm.peer.memory.capacity import Workload, as_flags, gigabytes
-from spes_swarm.peer.memory.choices import Choice, choices, step_shape
+from spes_swarm.peer.memory.capacity import Workload, gigabytes
+from spes_swarm.peer.memory.savings import as_flags, peers_to_try, settings_of
 from spes_swarm.peer.memory.step_memory import StepEstimate, StepMemory, StepShape
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
@@ -42,9 +42,7 @@ class Plan:
 
     trains_on: str  # "gpu" or "cpu"
     experts: int
-    choice: Choice
-    reference_storage: str
-    previous_reference: str
+    peer: PeerConfig  # its settings that save memory, and where its references are
     ranks: int
     batch_size: int  # sequences of a local step, of all ranks together
     micro_batch_size: int  # sequences that a rank computes at a time
@@ -73,15 +71,15 @@ class Plan:
         """Returns the settings of a peer by their names in a PeerConfig."""
         return {
             "experts": self.experts,
-            **self.choice.to_dict(),
+            **settings_of(self.peer),
             "micro_batch_size": self.micro_batch_size,
-            "reference_storage": self.reference_storage,
-            "previous_reference": self.previous_reference,
+            "reference_storage": self.peer.reference_storage,
+            "previous_reference": self.peer.previous_reference,
         }
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values."""
-        values = {name: value for name, value in asdict(self).items() if name != "choice"}
+        values = {name: value for name, value in asdict(self).items() if name != "peer"}
         return values | self.settings() | {"device_peak": self.device_peak, "host_peak": self.host_peak}
 
 
@@ -89,10 +87,8 @@ class Plan:
 class _Fit:
     """Settings with which a number of experts fits."""
 
-    choice: Choice
+    peer: PeerConfig
     work: Workload
-    storage: str  # of the reference
-    previous: str  # of the one before it
     micro_batch_size: int
     step: StepMemory
 
@@ -101,7 +97,7 @@ class _Fit:
 class _Shortage:
     """Settings with which it does not fit."""
 
-    choice: Choice
+    peer: PeerConfig
     memory: str  # the memory that is too small
     least: int  # bytes needed there
     size: int  # bytes available there
@@ -135,7 +131,7 @@ def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batc
         if experts is not None or fewer_fit is None:
             raise CapacityError(
                 f"training {plural(wanted, 'expert')} needs at least {gigabytes(found.least)} of {found.memory}, "
-                f"with {as_flags(found.choice.to_dict())}: "
+                f"with {as_flags(settings_of(found.peer))}: "
                 + (f"--experts {fewer} would fit" if fewer else "plan with more memory, or with a smaller model")
             )
         wanted, found = fewer, fewer_fit
@@ -150,9 +146,7 @@ def plan(run: RunConfig, experts: int | None, machine: Machine, peers: int, batc
     return Plan(
         trains_on="cpu" if machine.device.type == "cpu" else "gpu",
         experts=wanted,
-        choice=found.choice,
-        reference_storage=found.storage,
-        previous_reference=found.previous,
+        peer=found.peer,
         ranks=machine.ranks,
         batch_size=batch_size,
         micro_batch_size=found.micro_batch_size,
@@ -184,9 +178,9 @@ class _Planner:
     def fit(self, experts: int) -> _Fit | _Shortage:
         """Returns the fastest settings with which these experts fit, or those with the smallest shortage."""
         shortages = []
-        for choice in choices(self._machine.device):
+        for peer in peers_to_try(self._machine.device):
             for storage, previous in _PLACES:
-                found = self._try(experts, choice, storage, previous)
+                found = self._try(experts, replace(peer, reference_storage=storage, previous_reference=previous))
                 if isinstance(found, _Fit):
                     return found
                 shortages.append(found)
@@ -204,26 +198,22 @@ class _Planner:
                 high = middle - 1
         return low, best
 
-    def _try(self, experts: int, choice: Choice, storage: str, previous: str) -> _Fit | _Shortage:
+    def _try(self, experts: int, peer: PeerConfig) -> _Fit | _Shortage:
         machine = self._machine
-        peer = choice.apply(PeerConfig(reference_storage=storage, previous_reference=previous))
+        on_cpu = machine.device.type == "cpu"
         work = Workload.of(self._run, peer, machine.device, machine.ranks)
-        fixed, host = sum(work.device_bytes(experts).values()), sum(work.host_bytes(experts).values())
-        name, size = "GPU memory", machine.memory
-        if machine.device.type == "cpu":
-            name, size, fixed = "host memory", machine.host_memory, fixed + host
-        short = partial(_Shortage, choice=choice)
-        if machine.device.type != "cpu" and host > machine.host_memory:
+        (_, host), fixed = work.needed(experts), work.beside_activations(experts)
+        name, size = ("host memory", machine.host_memory) if on_cpu else ("GPU memory", machine.memory)
+        short = partial(_Shortage, peer=peer)
+        if not on_cpu and host > machine.host_memory:
             return short(memory="host memory", least=host, size=machine.host_memory)
         if fixed > size:
             return short(memory=f"{name} before the first activation", least=fixed, size=size)
-        estimate = self._estimate(step_shape(peer, machine.device, experts), work.layout)
+        estimate = self._estimate(StepShape.of(peer, machine.device, experts), work.layout)
         sequences = estimate.largest_micro_batch((size - fixed) / self.sharing, self._run.training.batch_size)
         if not sequences:
             return short(memory=name, least=fixed + self.sharing * estimate.at_least(1), size=size)
-        step = estimate.step(sequences)
-        places = {"storage": storage, "previous": previous}
-        return _Fit(choice=choice, work=work, micro_batch_size=sequences, step=step, **places)
+        return _Fit(peer=peer, work=work, micro_batch_size=sequences, step=estimate.step(sequences))
 
     def _estimate(self, shape: StepShape, layout: Layout) -> StepEstimate:
         return self._estimates.setdefault(shape, StepEstimate(self._run, shape, layout))

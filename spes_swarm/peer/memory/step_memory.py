@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
+from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.expert_mlp import Routing
@@ -36,6 +37,7 @@ from spes_swarm.model.kernels import Groups
 from spes_swarm.model.losses import language_model_loss
 from spes_swarm.model.output_head import aligned, assume_output_head, chunks_of
 from spes_swarm.model.sparse_model import SparseModel, build_empty_model
+from spes_swarm.peer.step_settings import StepSettings
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
 from spes_swarm.training.gradients import loss_weights
 from spes_swarm.training.optimiser.matrices import hidden_matrices
@@ -54,6 +56,19 @@ class StepShape:
     precision: str  # "fp32" or "bf16"
     activation_checkpointing: str
     on_gpu: bool
+
+    @classmethod
+    def of(cls, peer: PeerConfig, device: torch.device, num_held: int) -> Self:
+        """Returns that of the steps of a peer."""
+        settings = StepSettings.of(peer, device)
+        return cls(
+            num_held=num_held,
+            foreign_experts=settings.foreign_experts,
+            foreign_storage=settings.foreign_storage,
+            precision=settings.precision,
+            activation_checkpointing=peer.activation_checkpointing,
+            on_gpu=device.type == "cuda",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from spes_swarm import plan as command
 from spes_swarm.base.errors import CapacityError, ConfigError
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
-from spes_swarm.peer.memory.capacity import Workload, as_flags, gigabytes
-from spes_swarm.peer.memory.choices import Choice, choices, step_shape
+from spes_swarm.peer.memory.capacity import Workload, gigabytes
 from spes_swarm.peer.memory.plan import Machine, Plan, plan
-from spes_swarm.peer.memory.step_memory import step_memory, with_layers
+from spes_swarm.peer.memory.savings import as_flags, peers_to_try, savings, settings_of
+from spes_swarm.peer.memory.step_memory import StepShape, step_memory, with_layers
 from tests.helpers.moe_models import save_moe
 from tests.helpers.small_2b import eighth_of_2b
 
@@ -59,25 +60,42 @@ def test_other_sizes_are_refused(text: str) -> None:
         command.parse_size("--memory", text)
 
 
-def needed(experts: int, choice: Choice) -> int:
-    """Bytes on a GPU of one sequence at a time."""
-    peer = choice.apply(PeerConfig())
-    step = step_memory(RUN, step_shape(peer, CUDA, experts), 1)
-    return sum(Workload.of(RUN, peer, CUDA).device_bytes(experts).values()) + step.temporary
+def needed(experts: int, peer: PeerConfig, device: torch.device = CUDA, run: RunConfig = RUN) -> int:
+    """Bytes of one sequence at a time: on the device, or in all on a CPU."""
+    step = step_memory(run, StepShape.of(peer, device, experts), 1)
+    return Workload.of(run, peer, device).beside_activations(experts) + step.temporary
 
 
 def test_the_fastest_settings_that_fit_are_chosen() -> None:
-    tried = choices(CUDA)
+    tried = list(peers_to_try(CUDA))
     memory = needed(1, tried[3])
-    assert planned(CUDA, memory).choice == next(choice for choice in tried if needed(1, choice) <= memory)
-    assert planned(CUDA, 10**12).choice == tried[0]
+    fitting = next(peer for peer in tried if needed(1, peer) <= memory)
+    assert settings_of(planned(CUDA, memory).peer) == settings_of(fitting)
+    assert settings_of(planned(CUDA, 10**12).peer) == settings_of(tried[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_each_saving_saves_memory(device: torch.device) -> None:
+    run = replace(RUN, model=replace(RUN.model, settings={**RUN.model.settings, "num_hidden_layers": 3}))
+    tried = list(peers_to_try(device))
+    assert len(tried) >= 5
+    for before, after in pairwise(needed(1, peer, device, run) for peer in tried):
+        assert after < before
+
+
+def test_savings_begin_with_what_a_peer_has() -> None:
+    given = {"foreign_experts": "int8", "optimizer_states": "device"}
+    host, int4 = {"optimizer_states": "host"}, {"foreign_experts": "int4"}
+    assert list(savings(given, CUDA)) == [host, host | int4]
+    assert list(savings({**given, "foreign_experts": "int4"}, CUDA)) == [host]
+    assert list(savings({"foreign_experts": "int4"}, CPU)) == []
 
 
 def test_classes_are_those_of_the_settings() -> None:
     made = planned(CPU, 10**12)
-    peer = made.choice.apply(PeerConfig(reference_storage=made.reference_storage))
-    work = Workload.of(RUN, peer, CPU)
-    step = step_memory(RUN, step_shape(peer, CPU, 1), made.micro_batch_size)
+    work = Workload.of(RUN, made.peer, CPU)
+    step = step_memory(RUN, StepShape.of(made.peer, CPU, 1), made.micro_batch_size)
     assert made.device == work.device_bytes(1) | {"activations": step.activations, "logits": step.logits}
     assert made.host == work.host_bytes(1)
     assert made.host_peak == sum(made.device.values()) + sum(made.host.values())
@@ -101,7 +119,7 @@ def test_ranks_on_a_cpu_share_its_memory() -> None:
     model = sum(one.device[name] for name in ("shared", "held", "foreign"))
     assert two.host == one.host | {"other_ranks": model + one.device["gradients"]}
     half = replace(RUN, training=replace(RUN.training, batch_size=2))
-    step = step_memory(half, step_shape(PeerConfig(foreign_experts="fp32"), CPU, 1), 2)
+    step = step_memory(half, StepShape.of(PeerConfig(foreign_experts="fp32"), CPU, 1), 2)
     assert two.micro_batch_size == 2
     assert two.device["activations"] + two.device["logits"] == 2 * step.temporary
     assert two.device["optimiser"] == one.device["optimiser"]
@@ -122,7 +140,8 @@ TURNS = "experts take turns of 10 rounds, and stay as they are between them"
 
 
 def test_as_many_experts_as_fit() -> None:
-    memory = needed(3, choices(CUDA)[-1])
+    *_, smallest = peers_to_try(CUDA)
+    memory = needed(3, smallest)
     with pytest.raises(CapacityError) as raised:
         planned(CUDA, memory, 4)
     line = str(raised.value)
@@ -142,12 +161,9 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.mark.parametrize("memory", [1, 10**6])
 def test_a_cpu_with_far_too_little_memory_is_told_what_all_of_it_is_for(memory: int) -> None:
-    totals = {
-        choice: sum(Workload.of(RUN, choice.apply(PeerConfig(reference_storage="disk")), CPU).needed(1))
-        for choice in choices(CPU)
-    }
-    least = min(totals, key=lambda choice: totals[choice])
-    with pytest.raises(CapacityError, match=f"at least {gigabytes(totals[least])} .*{as_flags(least.to_dict())}: "):
+    *_, smallest = peers_to_try(CPU)
+    least = sum(Workload.of(RUN, replace(smallest, reference_storage="disk"), CPU).needed(1))
+    with pytest.raises(CapacityError, match=f"at least {gigabytes(least)} .*{as_flags(settings_of(smallest))}: "):
         planned(CPU, memory)
 
 
