@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.strict import Pattern, Section, show
 from spes_swarm.config.constraints import Hex64, Positive
 from spes_swarm.protocol.members.records import MAX_SOURCES
 
-_Kind = Annotated[str, Pattern(r"stdlib|corpus|hf", "stdlib, corpus or hf")]
-_RunKind = Annotated[str, Pattern(r"stdlib|corpus|hf|mixture|own", "stdlib, corpus, hf, mixture or own")]
+Kind = Literal["stdlib", "corpus", "hf"]
+RunKind = Literal["stdlib", "corpus", "hf", "mixture", "own"]
 _Name = Annotated[
     str,
     Pattern(
@@ -40,7 +40,7 @@ class MixedConfig(Section):
     """A source of a mixture; the founder's --data fills in unset fields."""
 
     weight: Positive  # share of the windows that are drawn from it, relative to the other sources
-    kind: _Kind
+    kind: Kind
     name: _Name | None = None
     digest: Hex64 | None = None
     python_version: _PythonVersion | None = None
@@ -56,7 +56,7 @@ class MixedConfig(Section):
 class DataConfig(Section):
     """What the run trains on (see peer/run_data.py); the founder's --data fills in unset fields."""
 
-    kind: _RunKind | None = None  # own: each peer brings its own data
+    kind: RunKind | None = None  # own: each peer brings its own data
     # Of a corpus: a label for people, which appears in commands that users paste into a shell. Of hf: USER/NAME on the
     # Hub, or the name of a directory.
     name: _Name | None = None

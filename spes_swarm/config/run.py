@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from blake3 import blake3
 
@@ -214,10 +214,10 @@ class TrainingConfig(Section):
     warmup_start_ratio: Fraction = 0.0  # where the warm-up begins, divided by the peak (the paper's runs: 0.1)
     total_steps: Count  # inner steps until the learning rate reaches its minimum
     # After total_steps, training continues at the minimum, or the run ends with a last checkpoint and publication.
-    at_end: Annotated[str, Pattern(r"continue|stop", "continue or stop")] = "continue"
+    at_end: Literal["continue", "stop"] = "continue"
     min_learning_rate_ratio: Fraction = 0.1  # minimum divided by peak
     # Muon trains the matrices of hidden layers, and AdamW then trains the rest.
-    optimiser: Annotated[str, Pattern(r"adamw|muon", "adamw or muon")] = "adamw"
+    optimiser: Literal["adamw", "muon"] = "adamw"
     muon_momentum: Beta = 0.95  # decay of Muon's moving average of gradients
     # Peak for what AdamW trains beside Muon, on the same schedule; None = learning_rate.
     adamw_learning_rate: Positive | None = None
@@ -354,8 +354,8 @@ class RunConfig(Section):
     # First part of run ids.
     name: Annotated[str, Pattern(r"[a-z0-9-]{1,40}", "1 to 40 of a-z, 0-9 and -")] = "quickstart"
     # Who may take part: everybody, those with an invitation, or peers that the founder names.
-    admission: Annotated[str, Pattern("open|invite|allow-list", "open, invite or allow-list")] = "open"
-    visible: Annotated[str, Pattern("all|members", "all or members")] = "all"  # who may watch a private run
+    admission: Literal["open", "invite", "allow-list"] = "open"
+    visible: Literal["all", "members"] = "all"  # who may watch a private run
     model: ModelConfig  # what is trained
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)  # how text becomes token ids
     data: DataConfig = field(default_factory=DataConfig)  # what it trains on

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 import torch
 
 from spes_swarm.base import log
-from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.peer import OnDeviceOrHost, PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.compilation import check_compiler
 from spes_swarm.model.kernel_trial import try_kernel
@@ -21,9 +21,9 @@ from spes_swarm.training.ranks.orders import Replica
 class StepSettings:
     """Settings that change what is learned only by rounding; they follow from the configuration and the device."""
 
-    precision: str  # of matrix products: "fp32", or "bf16" by autocast
-    foreign_experts: str  # form of other peers' experts: one of `frozen_stack.FORMS`
-    foreign_storage: str  # where they are; see `new_storage`
+    precision: Literal["fp32", "bf16"]  # of matrix products; bf16 by autocast
+    foreign_experts: Literal["fp32", "bf16", "int8", "int4"]  # form of other peers' experts
+    foreign_storage: OnDeviceOrHost  # where they are; see `new_storage`
     micro_batch_size: int | None  # most sequences at a time; None: as many as fit
     notes: str  # what the user should know before the model is built: clauses that begin with a semicolon
 
@@ -37,7 +37,7 @@ class StepSettings:
         without_effect = ""
         if peer.foreign_storage == "host" and device.type == "cpu":
             without_effect = "; --foreign-storage host has no effect on a CPU, which computes in host memory"
-        usual = "bf16" if device.type == "cuda" else "fp32"
+        usual: Literal["fp32", "bf16"] = "bf16" if device.type == "cuda" else "fp32"
         precision = usual if peer.precision == "auto" else peer.precision
         return cls(
             precision=precision,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.peer import PeerConfig, override
 from spes_swarm.model.kernel_trial import Layer, LayerShape, try_kernel
 from spes_swarm.model.kernels import KERNELS, Groups, LoopKernel, TorchKernel
 from spes_swarm.peer.step_settings import check_tools
@@ -62,10 +62,10 @@ def test_a_kernel_that_does_not_work_is_refused_with_the_reason(more_kernels: No
 def test_the_kernels_of_a_peer_are_those_that_there_are() -> None:
     assert PeerConfig().kernel == "torch"
     for name in KERNELS:
-        assert PeerConfig(kernel=name).kernel == name
+        assert override(PeerConfig(), kernel=name).kernel == name
     for other in ("auto", "Torch", ""):
         with pytest.raises(ConfigError, match=f"kernel: found '{other}', expected torch, megablocks or loop"):
-            PeerConfig(kernel=other)
+            override(PeerConfig(), kernel=other)
     check_tools(PeerConfig(kernel="loop"), CPU)
 
 

@@ -32,7 +32,7 @@ REASONABLE_S = 60.0
 FOUNDER = identity(0)
 
 
-def manifest(admission: str = "invite", visible: str = "all") -> Manifest:
+def manifest(admission: Any = "invite", visible: Any = "all") -> Manifest:
     return found_run(dataclasses.replace(run_config(), admission=admission, visible=visible), "ab" * 32, FOUNDER)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.peer import PeerConfig, override
 from spes_swarm.peer.step_settings import StepSettings
 
 
@@ -17,5 +17,5 @@ from spes_swarm.peer.step_settings import StepSettings
     ],
 )
 def test_storage_that_has_no_effect(storage: str, device: str, effective: str, note: str) -> None:
-    settings = StepSettings.of(PeerConfig(foreign_storage=storage), torch.device(device))
+    settings = StepSettings.of(override(PeerConfig(), foreign_storage=storage), torch.device(device))
     assert (settings.foreign_storage, settings.notes) == (effective, note)

@@ -10,7 +10,7 @@ import torch
 
 from spes_swarm.base.errors import CapacityError, ConfigError
 from spes_swarm.base.wording import plural
-from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.peer import PeerConfig, Storage, StorageOrNone
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.config.run import RunConfig
 from spes_swarm.peer.memory.capacity import Workload, gigabytes
@@ -33,7 +33,7 @@ class Machine:
 
 
 # Of the reference and of the one before it, which is needed only to take back a commit.
-_PLACES = (("memory", "memory"), ("memory", "disk"), ("disk", "disk"))
+_PLACES: tuple[tuple[Storage, StorageOrNone], ...] = (("memory", "memory"), ("memory", "disk"), ("disk", "disk"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -220,7 +221,7 @@ def test_the_quickstart_is_counted_without_being_built(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(("optimiser", "moments"), [("adamw", 8), ("muon", 4)])
-def test_moments_take_what_the_optimiser_stores(tmp_path: Path, optimiser: str, moments: int) -> None:
+def test_moments_take_what_the_optimiser_stores(tmp_path: Path, optimiser: Any, moments: int) -> None:
     run, peer = founding(tmp_path)
     # Without error feedback, whose rounding errors are in checkpoints, too.
     round_section = replace(run.round, codec="fp16")

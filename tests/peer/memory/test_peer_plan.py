@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spes_swarm.base.errors import CapacityError
-from spes_swarm.config.peer import PeerConfig
+from spes_swarm.config.peer import PeerConfig, StorageOrNone
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.memory import capacity, host_memory, peer_plan, step_memory
@@ -89,7 +89,8 @@ def test_the_previous_reference_costs_no_peer_and_no_expert(tmp_path: Path, monk
     peer = PeerConfig(experts="auto", output_dir=str(tmp_path))
     work = Workload.of(FOUR_LAYERS, replace(peer, previous_reference="none"), CPU)
     most = FOUR_LAYERS.experts_per_peer
-    for previous, place in (("auto", "disk"), ("disk", "disk"), ("none", "none")):
+    places: dict[StorageOrNone, str] = {"auto": "disk", "disk": "disk", "none": "none"}
+    for previous, place in places.items():
         with_free(monkeypatch, int(1.3 * work.needed(most)[1]))
         workload, experts = capacity.plan_experts(FOUR_LAYERS, replace(peer, previous_reference=previous), CPU)
         assert (workload.previous, experts) == (place, most)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ torch.set_num_threads(1)
     ],
 )
 def test_every_class_is_that_of_a_step_that_is_taken(
-    form: str, checkpointing: str, micro_batch: int, held: int, optimiser: str
+    form: str, checkpointing: str, micro_batch: int, held: int, optimiser: Any
 ) -> None:
     run = eighth_of_2b()
     run = replace(run, training=replace(run.training, optimiser=optimiser))
