@@ -180,6 +180,16 @@ def test_a_part_with_one_contribution_uses_the_codec_of_contributions() -> None:
             assert len(result.data) == get_codec("int8" if several else "int4").num_bytes(part.size)
 
 
+def test_a_committed_round_keeps_no_rounding_errors() -> None:
+    peers = new_peers()
+    learn(peers, true_differences(peers))
+    _, states = hold_round(peers, 1, codec="int4", part_elements=1024)
+    for state in states:
+        for feedback in (state._feedback, state.contributions.feedback, state.reduction._feedback):
+            assert not feedback._sent
+            assert not feedback._of_results
+
+
 @integer_codecs
 def test_work_that_was_left_out_is_carried_over_whole(codec: str) -> None:
     peers = new_peers()

@@ -27,6 +27,11 @@ class ErrorFeedback:
     _sent: dict[int, tuple[Codec, bytes]] = field(default_factory=dict)  # encoded differences, by part
     _of_results: dict[int, FloatArray] = field(default_factory=dict)  # (N,), by part
 
+    def clear(self) -> None:
+        """Frees the memory, once a round has been committed."""
+        self._sent.clear()
+        self._of_results.clear()
+
     def note_sent(self, part: int, codec: Codec, payload: bytes) -> None:
         """Notes this member's encoded difference, which the reducer counts in full."""
         if codec.error_feedback:

@@ -126,7 +126,7 @@ class RoundState(RoundInputs):
                 self._update_target(part, result, new_N, carried)
             self.reference.values_N[part.start : part.start + part.size] = new_N
         self.results.committed = True
-        self._feedback = ErrorFeedback()  # a round is kept until the next one; its rounding errors need not be
+        self._feedback.clear()  # a round is kept until the next one; its rounding errors need not be
         self.reference.finish(self.plan.round, [(index, self._version(index, incomplete)) for index in sorted(changed)])
         if taken_back is None:
             self.previous.committed(self.reference)
