@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from spes_swarm.base.arguments import end_program, exit_code
 from spes_swarm.base.errors import ConfigError, LeftEarlyError, NetworkProcessError, RankError
+from spes_swarm.base.log import quiet_import_of_hivemind
 from spes_swarm.base.wording import said_if_slow
 from spes_swarm.config.command_line import OneLineParser, add_flags
 from spes_swarm.config.peer import PeerConfig
@@ -82,7 +83,8 @@ def _prepare(options: argparse.Namespace, placement: Placement | None, signals: 
     check_machine(draft.peer)
     check_run(draft.peer, draft.file.run, placement)
     # Everything below imports torch, transformers and hivemind, which takes seconds: mistakes are reported before that.
-    with said_if_slow("still importing torch, transformers and hivemind; Ctrl-C stops", partial(print, flush=True)):
+    importing = "still importing torch, transformers and hivemind; Ctrl-C stops"
+    with said_if_slow(importing, partial(print, flush=True)), quiet_import_of_hivemind():
         run = draft.build_run()
         if run is not None:
             check_memory(draft.peer, run, placement)  # before hivemind is imported, which takes a second

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -76,6 +77,14 @@ def divert(*libraries: str) -> None:
         logger.handlers = [logging.NullHandler()]
         logger.propagate = True
         logger.setLevel(logging.NOTSET)
+
+
+@contextmanager
+def quiet_import_of_hivemind() -> Iterator[None]:
+    """Hides that hivemind uses `torch.jit.script`: from 2.15 on torch warns users of that, not only developers."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
+        yield
 
 
 class _Formatter(logging.Formatter):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from spes_swarm.base.arguments import end_program, show_any_text, stop_signals
 from spes_swarm.base.errors import NetworkProcessError, UserError
-from spes_swarm.base.log import divert
+from spes_swarm.base.log import divert, quiet_import_of_hivemind
 from spes_swarm.base.wording import plural
 
 if TYPE_CHECKING:
@@ -108,9 +108,10 @@ async def _watch(options: Options) -> None:
         if history is not None:
             cleanup.callback(history.close)
         # hivemind imports torch, which takes seconds: a mistyped flag or a replay must not wait for it.
-        from spes_swarm.monitor.collector import Collector
-        from spes_swarm.monitor.watcher import NetworkOptions, open_watcher
-        from spes_swarm.network.link.wire import report_loop_errors
+        with quiet_import_of_hivemind():
+            from spes_swarm.monitor.collector import Collector
+            from spes_swarm.monitor.watcher import NetworkOptions, open_watcher
+            from spes_swarm.network.link.wire import report_loop_errors
         from spes_swarm.protocol.admission.grants import read_invitation
         from spes_swarm.protocol.members.identity import Identity
         from spes_swarm.storage.invitations import can_be_passed_on

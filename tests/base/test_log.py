@@ -8,6 +8,8 @@ import multiprocessing
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -114,6 +116,17 @@ def test_warnings_of_libraries_are_logged_and_not_printed(tmp_path: Path, capsys
     said = (tmp_path / "log.txt").read_text()  # hivemind, once imported, calls the level WARN
     assert re.search(r" WARN(ING)? trainer run=- .* py\.warnings: .*UserWarning: tensor cores are not enabled", said)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_importing_hivemind_prints_nothing() -> None:
+    program = """
+from spes_swarm.base.log import quiet_import_of_hivemind
+with quiet_import_of_hivemind():
+    import spes_swarm.network.link.rpc
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_a_thread_that_fails_is_logged_and_named_on_standard_error(
