@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv at the repository root and installs spes_swarm with its development tools, at the tested versions.
-# Needs only Python 3.11 or newer. Does nothing when nothing has changed since the last time.
+# Needs only Python 3.11, 3.12 or 3.13. Does nothing when nothing has changed since the last time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,14 +13,15 @@ fi
 python=${PYTHON:-}
 if [ -z "$python" ]; then
     for candidate in python3.11 python3.12 python3.13 python3; do
-        if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        if command -v "$candidate" >/dev/null &&
+            "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))'; then
             python=$candidate
             break
         fi
     done
 fi
 if [ -z "$python" ]; then
-    echo "setup: Python 3.11 or newer is needed (on Debian: apt-get install python3 python3-venv)" >&2
+    echo "setup: Python 3.11, 3.12 or 3.13 is needed (on Debian: apt-get install python3 python3-venv)" >&2
     exit 2
 fi
 

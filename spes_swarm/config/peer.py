@@ -35,7 +35,9 @@ class PeerConfig(Section):
         None, "join a private run with this invitation; an output directory remembers it", "WORD|FILE"
     )
     initial_weights: Text | None = setting(
-        None, "found the run from this mixture: a directory, or a repository of the Hub", "DIR|USER/REPO[@REVISION]"
+        None,
+        "found the run from this existing model: a directory, or a repository of the Hub",
+        "DIR|USER/REPO[@REVISION]",
     )
     from_hub: Text | None = setting(
         None,
@@ -63,7 +65,9 @@ class PeerConfig(Section):
         "SOURCE",
     )
     data_differs: bool = setting(False, "train on data other than the run's")
-    seed: Seed | None = setting(None, "go through all token files in an own order; otherwise peers divide them", "SEED")
+    seed: Seed | None = setting(
+        None, "go through all token files in an order of its own; otherwise peers divide them", "SEED"
+    )
     checkpoint_minutes: NotNegative = setting(
         20.0,
         "write a checkpoint at least every M minutes, and more often while writing takes little of the time; "

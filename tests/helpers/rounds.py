@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import mkdtemp
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.protocol.averaging.commitments import SigningKey
@@ -42,9 +43,10 @@ def identity(number: int) -> Identity:
 @lru_cache(maxsize=1)
 def _key_directory() -> Path:
     """Where the keys lie, since daemons read them there, until this process ends."""
-    directory = TemporaryDirectory(prefix="spes-test-keys-")
-    atexit.register(directory.cleanup)
-    return Path(directory.name)
+    directory = mkdtemp(prefix="spes-test-keys-")
+    # Not a TemporaryDirectory: forked processes of Python 3.13 forget what atexit has, and that would remove it.
+    atexit.register(rmtree, directory, ignore_errors=True)
+    return Path(directory)
 
 
 @lru_cache(maxsize=64)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from spes_swarm.base.errors import ConfigError
+from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.experts import SparseExperts
 from spes_swarm.model.losses import LossWeights, language_model_loss
 from spes_swarm.model.norm import replace_norms
@@ -173,7 +174,7 @@ def test_gradient_checkpointing_changes_neither_gradients_nor_counts(model_type:
         sparse = SparseModel(build(model_type), (1, 4))
         sparse.module.train()
         if checkpointing:
-            sparse.module.activation_checkpointing_enable()  # type: ignore[operator]
+            checkpoint_activations(sparse.module, "layers")
         loss = language_model_loss(sparse.module, token_ids(), LossWeights(), sparse.held, 0.0)
         torch.autograd.backward(loss.total)
         gradients.append({name: parameter.grad for name, parameter in sparse.trainable_parameters()})
