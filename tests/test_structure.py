@@ -1,4 +1,4 @@
-"""The shape of the package and of its tests: what imports what, and how large things may be."""
+"""The shape of the package and of its tests: what imports what, and that each folder says what it is for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ PACKAGE = ROOT / "spes_swarm"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FOLDERS = sorted({path.parent for path in MODULES if path.parent.name != "tasks"})  # data of the evaluation
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-MAX_MODULES, MAX_FILE_LINES, MAX_FUNCTION_LINES = 15, 500, 60
 
 _PRIVATE_PART = re.compile(r"httpx|huggingface_hub\.(.*\.)?_")
 
@@ -69,23 +68,8 @@ def test_an_import_against_the_rules_is_found(tmp_path: Path, file: str, line: s
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_folder_is_small_and_says_what_it_is_for(folder: Path) -> None:
-    assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= MAX_MODULES
+def test_a_folder_says_what_it_is_for(folder: Path) -> None:
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
-
-
-def test_files_and_functions_fit_on_a_few_screens() -> None:
-    too_long: list[str] = []
-    for path in MODULES:
-        source = path.read_text(encoding="utf-8")
-        if source.count("\n") > MAX_FILE_LINES:
-            too_long.append(str(path))
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                assert node.end_lineno is not None
-                if node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES:
-                    too_long.append(f"{path}:{node.lineno} {node.name}")
-    assert not too_long
 
 
 def test_no_module_imports_a_test_module() -> None:
