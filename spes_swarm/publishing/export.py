@@ -118,7 +118,7 @@ def newest_snapshot(output_dir: Path, on_skipped: Callable[[str], None] = lambda
                 for complaint in complaints:
                     on_skipped(complaint)
                 return snapshot
-    if has_broken(directory.checkpoints):
+    if not complaints and has_broken(directory.checkpoints):
         complaints.append(f"{directory.checkpoints} has only damaged checkpoints, set aside as broken-...")
     if complaints:
         complaints.append("use the output directory of another peer of the run, which has the same model")

@@ -8,7 +8,7 @@ Each is a directory, `checkpoints/round-00000012-step-0000000480/`, with
 - `meta.json`: the digests of all blocks of the reference, of the other two files, and of its own content
 
 A directory with such a name is complete; see checkpoint_writing.py. A checkpoint that fails verification is skipped in
-favour of the one before.
+favour of the one before, and so is one of another format, which the version that wrote it can still read.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ _FORMAT = 3
 META, LIVE, OPTIMISER = "meta.json", "live.safetensors", "optimiser.safetensors"
 _BROKEN = "broken-"
 _DIRECTORY = re.compile(r"round-\d{8}-step-\d{10}")
+
+
+class _OtherFormatError(CheckpointError):
+    """A checkpoint has another format than this version's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,8 @@ def load_newest(
 ) -> tuple[Checkpoint | None, list[str]]:
     """Finds the newest checkpoint that passes verification; also returns which ones were skipped, and why.
 
-    With `set_aside` these are renamed to broken-..., so that they neither count as kept checkpoints nor get deleted.
+    With `set_aside` the damaged ones are renamed to broken-..., so that they neither count as kept checkpoints nor get
+    deleted. Those of another format keep their names, by which the version that wrote them finds them.
 
     Raises:
         CheckpointError: the newest readable one belongs to another run or another model.
@@ -103,7 +108,7 @@ def load_newest(
             meta = _verify(path, layout)
         except CheckpointError as exc:
             complaints.append(str(exc))
-            if set_aside:
+            if set_aside and not isinstance(exc, _OtherFormatError):
                 with contextlib.suppress(OSError):  # if it stays, it only counts as one that is kept
                     path.rename(path.with_name(f"{_BROKEN}{path.name}"))
             continue
@@ -128,6 +133,13 @@ def last_peer(directory: Path) -> str | None:
     return None
 
 
+def superseded(directory: Path, keep: int) -> list[Path]:
+    """Returns the checkpoints that are older than the newest `keep`; those of another format do not count as kept."""
+    found = checkpoints_in(directory)
+    kept = [path for path in found if not _has_other_format(path)][:keep]
+    return [path for path in found if len(kept) == keep and path < kept[-1]]
+
+
 def has_broken(directory: Path) -> bool:
     """Returns True if the directory has checkpoints that were set aside."""
     return any(directory.glob(f"{_BROKEN}*"))
@@ -138,6 +150,14 @@ def checkpoints_in(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     return sorted((path for path in directory.iterdir() if _DIRECTORY.fullmatch(path.name)), reverse=True)
+
+
+def _has_other_format(path: Path) -> bool:
+    try:
+        read_content(path)
+    except CheckpointError as exc:
+        return isinstance(exc, _OtherFormatError)
+    return False
 
 
 def _verify(path: Path, layout: Layout) -> CheckpointMeta:
@@ -183,7 +203,7 @@ def read_content(path: Path) -> Content:
     try:
         content = json.loads((path / META).read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
-            raise CheckpointError(
+            raise _OtherFormatError(
                 f"{path}: written by another version of spes_swarm, in another format; use that version, or let this "
                 "peer fetch the reference from others with --initial-peers"
             )

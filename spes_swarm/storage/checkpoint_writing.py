@@ -29,6 +29,7 @@ from spes_swarm.storage.checkpoint import (
     Content,
     checkpoints_in,
     read_content,
+    superseded,
 )
 from spes_swarm.storage.checkpoint_files import Array, reference_files, write_tensors
 
@@ -100,7 +101,7 @@ def save_checkpoint(
     except OSError as exc:
         shutil.rmtree(temporary, ignore_errors=True)
         raise _error(directory, state.meta.round, exc) from exc
-    for old in checkpoints_in(directory)[keep:]:
+    for old in superseded(directory, keep):
         shutil.rmtree(old, ignore_errors=True)
     linked_bytes = sum(sizes[name] for name in linked)
     fresh_bytes = sum(sizes.values()) - linked_bytes

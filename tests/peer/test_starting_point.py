@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spes_swarm.base.errors import LeftEarlyError, TransferError, UserError
+from spes_swarm.base.errors import CheckpointError, LeftEarlyError, TransferError, UserError
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.network.transfer.partial_reference import PartialReference
 from spes_swarm.peer.panel import PeerConsole
@@ -103,7 +103,7 @@ class Newcomer:
         self.reference.finish(self.others.round, list(enumerate(self.others.versions)))
         return TransferReport(round=self.others.round, digest=self.reference.digest.hex())
 
-    def obtain(self, source: PublicationSource, initial_peers: list[str]) -> ReferenceTable:
+    def obtain(self, source: PublicationSource | None, initial_peers: list[str]) -> ReferenceTable:
         try:
             self.start.fill(self.reference.values_N, LAYOUT, source)
             return self.start.obtain(self.reference.values_N, initial_peers, lambda: None)
@@ -185,6 +185,23 @@ def test_published_rounds_are_never_passed_over_silently(tmp_path: Path, others_
     newcomer = Newcomer(tmp_path / "peer", others)
     with pytest.raises(UserError, match="round 7 is published"):
         newcomer.obtain(published(tmp_path, 7), ADDRESS if others is not None else [])
+
+
+@pytest.mark.parametrize("others_round", [None, 9])
+def test_checkpoints_of_another_version_are_left_to_it(tmp_path: Path, others_round: int | None) -> None:
+    output_dir(tmp_path / "peer", 3, peer=1)
+    others = None if others_round is None else swarm_reference(others_round, like=4)
+    newcomer = Newcomer(tmp_path / "peer", others)
+    (checkpoint,) = newcomer.directory.checkpoints.iterdir()
+    (checkpoint / "meta.json").write_text('{"format": 2}')
+    if others is None:
+        with pytest.raises(CheckpointError, match="no peer of the run was found"):
+            newcomer.obtain(None, [])
+    else:
+        assert newcomer.obtain(None, ADDRESS).round == 9
+    assert list(newcomer.directory.checkpoints.iterdir()) == [checkpoint]
+    (fault,) = newcomer.events("fault")
+    assert "written by another version" in fault["detail"]
 
 
 def test_an_older_checkpoint_catches_up_with_a_swarm_that_has_gone_on(tmp_path: Path) -> None:

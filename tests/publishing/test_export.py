@@ -195,6 +195,18 @@ def test_a_peer_that_has_only_damaged_checkpoints(
     assert line.endswith("; use the output directory of another peer of the run, which has the same model")
 
 
+def test_a_peer_that_has_only_a_checkpoint_of_another_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = output_dir(tmp_path / "out", 1)
+    (newest,) = (out / "checkpoints").iterdir()
+    (newest.with_name(f"broken-{newest.name}")).mkdir()
+    (newest / "meta.json").write_text('{"format": 2}')
+    line = complaint(capsys, out, tmp_path / "model")
+    assert "written by another version" in line
+    assert "damaged" not in line
+
+
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = output_dir(output_dir(tmp_path / "out", 1), 2)
     newest = max((out / "checkpoints").iterdir())

@@ -152,10 +152,41 @@ def test_a_checkpoint_of_another_version_is_passed_over(tmp_path: Path, number: 
     save(tmp_path, 1)
     path = save(tmp_path, 2) / "meta.json"
     path.write_text(path.read_text().replace('"format": 3', f'"format": {number}'))
-    _, (complaint,) = load_newest(tmp_path, RUN, PEER, LAYOUT)
+    _, (complaint,) = load_newest(tmp_path, RUN, PEER, LAYOUT, set_aside=True)
     assert "another version" in complaint
     assert "--initial-peers" in complaint  # what to do
     assert newest_round(tmp_path) == 1
+    path.write_text(path.read_text().replace(f'"format": {number}', '"format": 3'))
+    assert newest_round(tmp_path) == 2  # where that version looks for it
+
+
+def test_checkpoints_of_another_version_displace_none_and_go_when_they_are_old(tmp_path: Path) -> None:
+    def rounds() -> list[int]:
+        return sorted(int(path.name[6:14]) for path in tmp_path.iterdir())
+
+    for number in (1, 2, 8, 9):
+        path = save(tmp_path, number, keep=4) / "meta.json"
+        path.write_text(path.read_text().replace('"format": 3', '"format": 2'))
+    save(tmp_path, 3)
+    assert rounds() == [1, 2, 3, 8, 9]
+    save(tmp_path, 4)
+    assert rounds() == [3, 4, 8, 9]
+    save(tmp_path, 5)
+    assert rounds() == [4, 5, 8, 9]
+    for number in (10, 11):
+        save(tmp_path, number)
+    assert rounds() == [10, 11]
+
+
+def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    damaged = save(tmp_path, 2)
+    flip(damaged / "live.safetensors", -1)
+    load_newest(tmp_path, RUN, PEER, LAYOUT, set_aside=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "broken-round-00000002-step-0000000020",
+        "round-00000001-step-0000000010",
+    ]
 
 
 def test_when_all_are_damaged_each_one_is_named(tmp_path: Path) -> None:
