@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from spes_swarm.base.decoding import StrictModel, first_complaint
 from spes_swarm.base.errors import DataError, UserError
@@ -247,21 +247,30 @@ def read_results(path: Path) -> Results:
         raise DataError(f"--results: {first_complaint(exc)}") from exc
 
 
+def _if_valid(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+    with suppress(ValidationError):
+        return validate(value)
+    return None
+
+
+_IfValid = WrapValidator(_if_valid)
+
+
 class _RoundEvent(StrictModel, extra="ignore"):
-    """What is used of a `round` event in `metrics.jsonl`."""
+    """What is used of a `round` event in `metrics.jsonl`; a figure that makes no sense is None."""
 
     event: Literal["round"]
     round: Count
-    eval_loss: NotNegative | None = None
-    eval_loss_stderr: NotNegative | None = None
-    peers: Count | None = None
-    swarm_tokens: Count | None = None
+    eval_loss: Annotated[NotNegative | None, _IfValid] = None
+    eval_loss_stderr: Annotated[NotNegative | None, _IfValid] = None
+    peers: Annotated[Count | None, _IfValid] = None
+    swarm_tokens: Annotated[Count | None, _IfValid] = None
 
 
 def results_of_metrics(path: Path, round_number: int) -> Results:
     """Reads the eval losses up to a round, and the number of its peers, from a peer's `metrics.jsonl`.
 
-    Unreadable lines and a missing file are ignored: nothing depends on them.
+    Unreadable lines, figures that make no sense and a missing file are ignored: nothing depends on them.
     """
     points: dict[int, LossPoint] = {}
     peers: int | None = None
@@ -270,7 +279,7 @@ def results_of_metrics(path: Path, round_number: int) -> Results:
             points[event.round] = LossPoint(
                 round=event.round, tokens=event.swarm_tokens, loss=event.eval_loss, stderr=event.eval_loss_stderr
             )
-        if event.round == round_number:
+        if event.round == round_number and event.peers is not None:
             peers = event.peers
     return Results(peers=peers, history=[points[number] for number in sorted(points)])
 

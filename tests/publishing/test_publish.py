@@ -17,6 +17,7 @@ from scripts.testing.local_peer import PATIENCE_S
 from spes_swarm import publish
 from spes_swarm.export import export_model
 from spes_swarm.publishing import client
+from spes_swarm.publishing.card import results_of_metrics
 from spes_swarm.publishing.publication import PUBLICATION_FILE, parse_publication, read_export
 from tests.helpers.hub_server import TOKEN, HubServer
 from tests.helpers.publications import assert_complete, manifest_of, output_dir, packed
@@ -169,6 +170,25 @@ def test_the_event_log_tells_the_history(tmp_path: Path, out: Path, capsys: pyte
     export_model(out, tmp_path / "exported")
     for name in ("README.md", "spes_swarm.json"):
         assert (tmp_path / "exported" / name).read_bytes() == (tmp_path / "models" / "main" / name).read_bytes()
+
+
+def test_a_figure_that_makes_no_sense_costs_only_itself(tmp_path: Path) -> None:
+    lines = [
+        '{"event": "round", "round": 1, "eval_loss": 4.0, "eval_loss_stderr": NaN, "swarm_tokens": -5, "peers": "x"}',
+        '{"event": "round", "round": 2, "eval_loss": Infinity, "swarm_tokens": 200, "peers": 3}',
+        '{"event": "round", "round": 3, "eval_loss": 3.5, "eval_loss_stderr": [], "swarm_tokens": 300.5, "peers": 4}',
+        '{"event": "round", "round": 3}',  # as after a restart: no number of peers takes back one
+        '{"event": "round", "round": 3, "peers": true}',
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(lines))
+    results = results_of_metrics(path, 3)
+    assert results.peers == 4
+    assert [(point.round, point.tokens, point.loss, point.stderr) for point in results.history] == [
+        (1, None, 4.0, None),
+        (3, None, 3.5, None),
+    ]
+    assert results_of_metrics(path, 2).peers == 3
 
 
 @pytest.mark.slow
