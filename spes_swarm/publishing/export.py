@@ -48,6 +48,7 @@ from spes_swarm.publishing.publication import (
     describe_acts,
     describe_file,
     merge_history,
+    parse_publication,
 )
 from spes_swarm.publishing.tensor_file import map_tensors
 from spes_swarm.storage.checkpoint import Checkpoint, has_broken, last_peer, load_newest
@@ -196,7 +197,8 @@ def pack(
     """Writes a complete publication to a new or empty directory, which is complete when it exists.
 
     Raises:
-        UserError: the destination cannot be written, a fact is invalid, or the tokenizer cannot be used.
+        UserError: the destination cannot be written, a fact is invalid, the tokenizer cannot be used, or the result
+            could not be read.
     """
     manifest = snapshot.manifest
     with new_directory(destination) as directory:
@@ -221,7 +223,11 @@ def pack(
             acts=describe_acts(acts),
         )
         write_card(directory, publication, card or CardFacts())
-        (directory / PUBLICATION_FILE).write_bytes(publication.to_bytes())
+        content = publication.to_bytes()
+        # What no reader would accept is not written. The files need no second look: `describe_file` has just read them,
+        # and a target compares them with that again, a directory as it copies them, the Hub as weights arrive.
+        parse_publication(content, "the export")
+        (directory / PUBLICATION_FILE).write_bytes(content)
     return publication
 
 

@@ -18,14 +18,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from spes_swarm import export
 from spes_swarm.base.arguments import shard_bytes
-from spes_swarm.base.errors import UserError
+from spes_swarm.base.errors import PublicationError, UserError
 from spes_swarm.model.saved_tensors import saved_tensors
 from spes_swarm.model.sparse_model import build_model
+from spes_swarm.publishing import publication
 from spes_swarm.publishing.export import empty_model, split_blocks, write_model
 from spes_swarm.publishing.publication import read_export
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.model_state import plain_state_dict
-from tests.helpers.publications import MODELS, hashes, layout_for, manifest_of, output_dir, values
+from tests.helpers.publications import MODELS, hashes, layout_for, manifest_of, output_dir, packed, values
 from tests.helpers.repository import ROOT
 
 
@@ -219,6 +220,13 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path, capsys
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("export: skipping a checkpoint: ")
     assert "reference-00001.safetensors is corrupt" in line
+
+
+def test_a_publication_that_nobody_could_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "MAX_PUBLICATION_BYTES", 1000)
+    with pytest.raises(PublicationError, match=r"the export: spes_swarm\.json is larger than"):
+        packed(tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("size", ["", "5", "1XB", "0MB", "-1GB", "1e9GB", "10MB\n1"])
