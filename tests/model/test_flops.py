@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from spes_swarm.model.activation_checkpointing import checkpoint_activations
 from spes_swarm.model.flops import ModelFlops
 from spes_swarm.model.losses import LossWeights
 from spes_swarm.model.sparse_model import SparseModel, build_model
@@ -88,13 +89,14 @@ class CountedFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
 
 
 def counted_step(
-    model_type: str, held: tuple[int, ...], kernel: str = "torch", **more: Any
+    model_type: str, held: tuple[int, ...], kernel: str = "torch", checkpointing: str = "none", **more: Any
 ) -> tuple[SparseModel, int, int]:
     """Returns a model, the counted operations of a step, and the rows of the held experts."""
     settings = COMMON | SETTINGS[model_type] | more
     module = build_model(model_type, settings, seed=0, device="cpu")
     module.set_attn_implementation("eager")  # fused attention computes its scores again, which is not counted
     model = SparseModel(module, held, kernel)
+    checkpoint_activations(model.module, checkpointing)
     gradients = Gradients(
         model, LossWeights(), 2, device=torch.device("cpu"), autocast=nullcontext, warn=lambda *_: None
     )
@@ -117,6 +119,16 @@ def test_operations_are_those_of_a_real_step(model_type: str) -> None:
 def test_kernels_take_the_same_operations(model_type: str) -> None:
     """The plain loop has products of two matrices only, whose formula is torch's own."""
     assert counted_step(model_type, (1, 4), "loop")[1:] == counted_step(model_type, (1, 4))[1:]
+
+
+@pytest.mark.parametrize("model_type", sorted(SETTINGS))
+def test_what_backward_computes_again_is_not_work_of_the_model(model_type: str) -> None:
+    _, counted, held_rows = counted_step(model_type, (1, 4))
+    for kind in ("selective", "layers"):
+        model, recomputing, rows = counted_step(model_type, (1, 4), checkpointing=kind)
+        assert ModelFlops.of(model, LENGTH).step(BATCH * LENGTH, rows).model == counted
+        assert rows == held_rows
+        assert recomputing > counted if kind == "layers" else recomputing >= counted
 
 
 def test_a_dense_layer_between_those_with_experts_is_counted() -> None:

@@ -86,6 +86,7 @@ def test_reducers_can_be_reached_and_have_the_base(given_group: tuple[Layout, Gr
         assert statement.reachable
         assert statement.versions[part.block] == block.base_version
         assert part.reducer in block.in_base
+        assert {of.members[i].statement.digests[part.block] for i in block.in_base} == {statement.digests[part.block]}
 
 
 @pytest.mark.slow

@@ -42,8 +42,9 @@ def held_once(number: int, peers: list[LocalPeer]) -> bool:
     return None not in rounds and len(held) == len(set(held))
 
 
-def test_a_leaving_peer_loses_nothing_and_others_adopt_its_experts(tmp_path: Path) -> None:
-    with swarm(tmp_path, **SPREAD) as running:
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_a_leaving_peer_loses_nothing_and_others_adopt_its_experts(tmp_path: Path, optimiser: str) -> None:
+    with swarm(tmp_path, training={"optimiser": optimiser}, **SPREAD) as running:
         *stay, leaver = start_in_turn(running)
         leaver.wait_for_round(leaver.wait_for("round", lambda e: e["peers"] == 3)["round"] + 2)
         assert leaver.terminate() == 0

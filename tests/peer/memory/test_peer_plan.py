@@ -67,8 +67,9 @@ def _each_step_is_taken_once() -> Iterator[None]:
         yield
 
 
-def test_files_that_do_not_fit_on_the_disk_are_refused_before_they_are_created(tmp_path: Path) -> None:
-    """Reference and contribution, also of the last round."""
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_files_that_do_not_fit_on_the_disk_are_refused_before_they_are_created(tmp_path: Path, num_ranks: int) -> None:
+    """Reference and contribution, also of the last round: once, however many ranks there are."""
     peer = PeerConfig(experts="1", reference_storage="disk", output_dir=str(tmp_path))
     weights = layout(FOUR_LAYERS)
     trained = weights.blocks[0].size + weights.expert_block(0).size
@@ -79,10 +80,10 @@ def test_files_that_do_not_fit_on_the_disk_are_refused_before_they_are_created(t
         for left in (needed, needed - 1):
             patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=left))  # noqa: B023  # called at once
             if left == needed:
-                assert plan_peer(FOUR_LAYERS, peer, CPU).previous == "disk"
+                assert plan_peer(FOUR_LAYERS, peer, CPU, num_ranks).previous == "disk"
                 continue
             with pytest.raises(CapacityError, match=r" MB are needed on its disk, .* but only .* use --previous-ref"):
-                plan_peer(FOUR_LAYERS, peer, CPU)
+                plan_peer(FOUR_LAYERS, peer, CPU, num_ranks)
 
 
 def test_the_previous_reference_costs_no_peer_and_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
