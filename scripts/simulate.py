@@ -167,7 +167,6 @@ def summary(report: Report, num_experts: int) -> dict[str, Any]:
         "takeovers_with_room": len(prompt),
         "rounds_from_lease_end_to_adoption_with_room_max": max((t.waited for t in prompt), default=0),
         "moves_per_round": {reason: count / report.rounds for reason, count in sorted(gained.items())},
-        "moves_with_moments_share": report.with_moments / max(1, sum(gained.values())),
         "evening_out_share_of_holdings_per_round": gained["evening out"] / placed,
         "reassign_cpu_s": {"mean": statistics.fmean(report.reassign_s), "max": max(report.reassign_s)},
         "num_experts": num_experts,

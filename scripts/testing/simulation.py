@@ -165,7 +165,6 @@ class Report:
     ages: Counter[int] = field(default_factory=Counter)  # rounds since the last training of an expert, over all commits
     takeovers: list[Takeover] = field(default_factory=list)
     gained: Counter[str] = field(default_factory=Counter)  # experts that members adopted at commits, by reason
-    with_moments: int = 0  # of those, how many came from a member that gave them up
     departures: Counter[str] = field(default_factory=Counter)
     joins: int = 0
     reassign_s: list[float] = field(default_factory=list)  # CPU time for each round
@@ -434,7 +433,6 @@ class Simulation:
     def _apply(self, members: Mapping[str, _Peer], outcome: Mapping[str, tuple[int, ...]]) -> None:
         """Applies what the members hold from now on, and removes the leaving ones."""
         held_before = {e for peer in members.values() if not peer.leaving for e in peer.held}
-        given_up = {e for name, peer in members.items() for e in set(peer.held) - set(outcome.get(name, ()))}
         for name, peer in members.items():
             new = set(outcome.get(name, ())) - set(peer.held)
             if peer.leaving:
@@ -445,7 +443,6 @@ class Simulation:
                     swapped = len(outcome[name]) == len(peer.held)
                     reason = "evening out" if swapped else "more room than it used"
                     self._report.gained[reason if expert in held_before else "had no holder"] += 1
-                    self._report.with_moments += expert in given_up
                 for expert in set(peer.held) - set(outcome[name]):
                     self._holders[expert].discard(name)
                 peer.held = outcome[name]

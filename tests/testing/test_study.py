@@ -124,9 +124,10 @@ def momenta_of(peer: SequentialPeer) -> dict[tuple[str, int | None], torch.Tenso
     parameters, found = dict(peer.model.trainable_parameters()), {}
     for slot in (slot for block in peer.model.layout.trained_blocks(peer.model.held) for slot in block.slots):
         if "momentum_buffer" in peer.optimiser.moment_names(parameters[slot.name]):
-            row = None if slot.expert is None else peer.model.held.index(slot.expert)
-            found[slot.name, slot.expert] = torch.empty(slot.size)
-            peer.optimiser.read_moment(parameters[slot.name], "momentum_buffer", found[slot.name, slot.expert], row)
+            momentum = torch.empty(parameters[slot.name].shape)
+            peer.optimiser.read_moment(parameters[slot.name], "momentum_buffer", momentum.view(-1))
+            own = momentum if slot.expert is None else momentum[peer.model.held.index(slot.expert)]
+            found[slot.name, slot.expert] = own.reshape(-1)
     return found
 
 

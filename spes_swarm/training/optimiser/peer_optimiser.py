@@ -1,6 +1,6 @@
 """What all optimisers of a peer have in common: moments on the device or in host memory, which others read and write.
 
-Tensor suffixes: N elements of a parameter, or of a row of it, flat.
+Tensor suffixes: N elements of a parameter, flat.
 """
 
 from __future__ import annotations
@@ -49,20 +49,17 @@ class PeerOptimiser(torch.optim.Optimizer):
                 return self.moments_of(group)
         raise ValueError("the parameter is not one of this optimiser's")
 
-    def read_moment(self, parameter: nn.Parameter, moment: str, out_N: Tensor, row: int | None = None) -> None:
-        """Copies a moment of a parameter, or of a row of it, to `out_N`; zeros if it has none.
-
-        `moment` is one of `moment_names`.
-        """
+    def read_moment(self, parameter: nn.Parameter, moment: str, out_N: Tensor) -> None:
+        """Copies a moment of a parameter, one of its `moment_names`, to `out_N`; zeros if it has none."""
         state = self.state.get(parameter)
         if state:
-            out_N.copy_(_flat(state[moment], row))
+            out_N.copy_(state[moment].view(-1))
         else:
             out_N.zero_()
 
-    def write_moment(self, parameter: nn.Parameter, moment: str, values_N: Tensor, row: int | None = None) -> None:
-        """Overwrites a moment of a parameter, or of a row of it; what has no moments yet gets zeros first."""
-        _flat(self._state_of(parameter)[moment], row).copy_(values_N)
+    def write_moment(self, parameter: nn.Parameter, moment: str, values_N: Tensor) -> None:
+        """Overwrites a moment of a parameter; if it has no moments yet, the others become zero."""
+        self._state_of(parameter)[moment].view(-1).copy_(values_N)
 
     def set_num_steps(self, parameter: nn.Parameter, num_steps: int) -> None:
         """Sets how many steps the parameter has taken, for AdamW's bias correction."""
@@ -82,7 +79,3 @@ class PeerOptimiser(torch.optim.Optimizer):
         if self._on_host:  # pinned, so that a GPU copies while it computes
             return torch.zeros(parameter.shape, dtype=torch.float32, pin_memory=torch.cuda.is_available())
         return torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-
-
-def _flat(moment: Tensor, row: int | None) -> Tensor:
-    return (moment if row is None else moment[row]).view(-1)
