@@ -9,7 +9,6 @@ Shape: N elements of one part.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -141,7 +140,7 @@ class Results:
 
     def __init__(self, inputs: RoundInputs, averaging: Averaging, own: Mapping[int, Commitment]) -> None:
         """`own`: the roots that this member has signed for its contributions, by part."""
-        self.plan, self.me = inputs.plan, inputs.me
+        self.plan, self.me = inputs.plan, inputs.me  # for short
         self._inputs, self._averaging, self._own = inputs, averaging, own
         self.known: dict[int, Result] = {}
         self.excessive: dict[int, Result] = {}
@@ -162,7 +161,7 @@ class Results:
         unsigned, self._unsigned = self._unsigned, []
         for signed in self._averaging.sign(self._inputs.key, self._inputs.group.exchange, unsigned):
             index = signed.head.part
-            self.known[index] = dataclasses.replace(self.known[index], signed=signed)
+            self.known[index] = replace(self.known[index], signed=signed)
 
     def frame(self, index: int, member: int, sent: dict[Commitment, int] | None = None) -> Frame | None:
         """The message that carries a result to a member; None if it is not held here in a usable form.

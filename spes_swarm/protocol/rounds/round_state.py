@@ -44,6 +44,7 @@ class RoundState(RoundInputs):
         payload_bytes_sent: so far.
     """
 
+    # What does the work: the tests put in classes that lie.
     reduce_by: ClassVar[type[Reduction]] = Reduction
     results_by: ClassVar[type[Results]] = Results
 

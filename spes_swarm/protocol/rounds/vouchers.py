@@ -9,8 +9,8 @@ delivered in the commits that it shared with them (see track_record.py), and say
   peer earns a larger ratio by commits in which it claimed that ratio and its contributions were in order. A ratio is
   granted if more than half of the other members vouch for it.
 - A peer that failed in several recent rounds is doubted (see conduct.py). One that more than half of the trusted
-  members doubt has no duty: it reduces nothing, leads no round, and is not waited for. In the same
-  way, one whose results were late again and again rests from reducing.
+  members doubt has no duty: it reduces nothing, leads no round, and is not waited for. In the same way, one whose
+  results were late again and again rests from reducing.
 - The work of a member without duty does not count if more than half of all other members say so: it is hidden from
   auditors, against the others', or next to nothing. What does not count earns no trust, so a few that trust only each
   other must not decide it.
