@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from scripts.testing.meeting.parts import RUN_ID, form, seal, statement
 from spes_swarm.base.errors import NoLeaderError, RoundError
 from spes_swarm.protocol.meeting.meeting import TICK_S, Meeting
@@ -134,3 +136,22 @@ def test_without_any_leader_the_error_says_whether_waiting_would_help() -> None:
         me.join()
         me.wait(TICK_S, {A: said})
         assert type(me.machine.outcome) is error
+
+
+@pytest.mark.parametrize(("followers", "waits_s"), [(B, 2.0), (B + C, 0.0)], ids=["few", "most"])
+def test_a_leader_gives_a_group_of_a_few_at_once_and_enters_it_when_they_may_have_looked_for_the_others(
+    followers: str, waits_s: float
+) -> None:
+    """The others train on. A follower that began later than its leader may look for them up to a window longer."""
+    me, given_at = Driven(A, B + C + D), dict[str, float]()
+    me.join()
+    idle: dict[str, Answer | None] = {name: {} for name in (B, C, D) if name not in followers}
+    while me.machine.outcome is None:
+        for name in followers:
+            me.input().polled(ord(name), name, 1, seal(name, 1))
+        for output in me.wait(TICK_S, idle):
+            if isinstance(output, Reply) and "group" in output.answer:
+                given_at.setdefault(chr(output.key), me.now)
+    assert members(me.machine) == sorted(A + followers)
+    assert given_at == pytest.approx(dict.fromkeys(followers, WINDOW_S), abs=3 * TICK_S)
+    assert me.now - given_at[B] == pytest.approx(waits_s, abs=TICK_S)
