@@ -29,7 +29,7 @@ from spes_swarm.base.errors import ConfigError
 from spes_swarm.model.kernels.products import Groups, SortedChoices
 
 HUB_REPOSITORY, HUB_VERSION = "kernels-community/megablocks", 1
-_HOW_TO_INSTALL = "see 'The megablocks kernel' in README.md, or use the kernel torch"
+_HOW_TO_INSTALL = "see docs/how-to/memory-and-gpus.md, or use the kernel torch"
 _MOST_ELEMENTS = 2**31  # its triton kernels count elements in int32
 
 
