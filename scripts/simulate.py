@@ -36,7 +36,7 @@ from spes_swarm.protocol.rounds.plan import make_plan
 from spes_swarm.protocol.rounds.statement import Group, open_statement, seal_statement
 
 BYTES_PER_VALUE = 2.0  # fp16
-RECORDS_READ_EVERY_S = 1.0  # services._REFRESH_S
+RECORDS_READ_EVERY_S = 1.0  # network.discovery.REFRESH_S
 STATEMENT_BROUGHT_EVERY_S = 1.0  # gathering.POLL_S
 DHT_REPLICAS = 5  # hivemind's default: nodes that store a record
 

@@ -7,5 +7,5 @@ Imports `base`, `protocol`, `config` and `port`.
 - `transfer`  peer-to-peer transfer of the reference
 
 Start with `round.sync_round`, one round from top to bottom, then `run_services`, which creates and connects the
-services of a run.
+services of a run, and `run_commands`, which executes the trainer's commands with them.
 """

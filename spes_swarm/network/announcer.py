@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
@@ -42,7 +42,6 @@ class Announcer:
     run_state: RunState  # its round, digest and experts are announced
     faults: RecentFaults
     now: Callable[[], float]  # the swarm's time in Unix seconds
-    reachable: Callable[[], bool]  # whether other peers can open connections to this one
     on_fault: FaultSink  # called if no DHT node accepts a record
     presence: Presence | None = None  # what the trainer reported last
     presence_at: float = 0.0  # monotonic time of that report; the trainer reports after each step
@@ -51,7 +50,7 @@ class Announcer:
     round_seconds: float = 0.0  # of the last round
     traffic: tuple[int, int] = (0, 0)  # payload bytes sent and received in the last round
     _rounds: RecentRounds = field(default_factory=RecentRounds, init=False)
-    twins: TwinWatch = field(init=False)
+    _twins: TwinWatch = field(init=False)
     _records: Records | None = field(default=None, init=False)
     _expires: dict[str, float] = field(default_factory=dict, init=False)
     _lease_expires: float = field(default=0.0, init=False)
@@ -65,7 +64,7 @@ class Announcer:
         self._config = self.run_state.run.round
         self._reference = self.run_state.reference
         self._leases = self.run_state.leases
-        self.twins = TwinWatch(self._config.progress_ttl_s)
+        self._twins = TwinWatch(self._config.progress_ttl_s)
 
     def open(self, records: Records) -> None:
         """Sets where records are written; none are written before."""
@@ -75,6 +74,11 @@ class Announcer:
     def tokens_per_step(self) -> int:
         """Tokens per step of this peer; 0 before its trainer has reported them."""
         return self.presence.tokens_per_step if self.presence is not None else 0
+
+    def has_twin(self, records: Mapping[str, Progress]) -> bool:
+        """Returns True if these records show that another process writes this peer's; see twin.py."""
+        own = records.get(self.run_state.identity.peer_id)
+        return own is not None and self._twins.read(own.expires, self.now())
 
     def beat(self) -> None:
         """Notes that the trainer is alive."""
@@ -150,7 +154,7 @@ class Announcer:
 
     def _progress(self, presence: Presence) -> Progress:
         expires = self._next_expiration("progress", self._config.progress_ttl_s)
-        self.twins.wrote(expires, self.now())
+        self._twins.wrote(expires, self.now())
         routing, exclusions = presence.routing, self.run_state.tracks.conduct.exclusions
         # If not all fit, former members come before strangers, and the newest before others.
         is_member = self.run_state.roster.standing.is_member
@@ -159,7 +163,7 @@ class Announcer:
             expires=expires,
             name=presence.name,
             state=presence.state,
-            reachable=self.reachable(),
+            reachable=self.run_state.reachable,
             round=self._reference.round,
             digest=self._reference.digest,
             tokens=presence.tokens,

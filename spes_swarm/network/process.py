@@ -27,8 +27,8 @@ from spes_swarm.base.errors import NetworkProcessError, ProtocolError, SwarmErro
 from spes_swarm.base.lifetime import die_with_parent
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.metrics import events
+from spes_swarm.network.connectivity import Connectivity
 from spes_swarm.network.diagnosis import stream_lines, task_lines
-from spes_swarm.network.link.connectivity import Connectivity
 from spes_swarm.network.link.daemon import Daemon, bootstrap, remove_stale_sockets
 from spes_swarm.network.link.manifest_query import ask_for_manifest, ask_for_tokenizer
 from spes_swarm.network.link.rpc import Rpc
@@ -46,7 +46,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class NetworkProcess(ProcessCommands):
-    """Executes the trainer's commands. Those that need an open run are passed on to RunServices."""
+    """Executes the trainer's commands. Those that need an open run are passed on to RunCommandHandler."""
 
     def __init__(self, pipe: Connection, identity: Identity) -> None:
         self._pipe = pipe
@@ -113,7 +113,7 @@ class NetworkProcess(ProcessCommands):
             return self
         if self._run is None:
             raise NetworkProcessError("no run is open")
-        return self._run
+        return self._run.commands
 
     def _send(self, message: Reply | Notification) -> None:
         with suppress(OSError):  # the trainer is gone; the next read ends this process
@@ -224,12 +224,12 @@ class NetworkProcess(ProcessCommands):
         assert self._connectivity is not None
         services = self._run = RunServices(self, self._daemon, self._rpc, self._identity, settings)
         await services.start()
-        self._connectivity.attend(services, review=review_reach, is_busy=lambda: services.in_round)
+        self._connectivity.attend(services, review=review_reach)
 
     async def beat(self) -> None:
         """See port.commands.ProcessCommands."""
         if self._run is not None:
-            self._run.beat()
+            self._run.announcer.beat()
 
     async def stop(self) -> None:
         """See port.commands.ProcessCommands."""

@@ -92,7 +92,7 @@ class ProcessCommands(Protocol):
 
 
 class RunCommands(Protocol):
-    """Commands that need an open run; see network.run_services.RunServices."""
+    """Commands that need an open run; see network.run_commands.RunCommandHandler."""
 
     # The reference.
 

@@ -17,6 +17,7 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import Channel, open_channel
 from spes_swarm.network.round.audits import Audits
+from spes_swarm.network.round.proofs import Proofs
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Part, Plan, make_plan
@@ -145,7 +146,8 @@ async def auditor(host: Host, state: RoundState, folder: Path | None) -> Auditor
     me = SimpleNamespace(peer_id=host.peer_id)
     run_state: Any = SimpleNamespace(run_id=RUN_ID, roster=roster, identity=me, group=frozenset(), **vars(services))
     faults: list[tuple[str, ProtocolError]] = []
-    audits = Audits(host.daemon.p2p, run_state, lambda *fault: faults.append(fault), MEMBERS, lambda: state)
+    common = host.daemon.p2p, run_state, lambda *fault: faults.append(fault), MEMBERS
+    audits = Audits(*common, lambda: state, Proofs(*common))
     await audits.start()
     return Auditor(state, audits, faults)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from scripts.testing.forked_peer import ForkServer
 from spes_swarm import join, publish
-from spes_swarm.network import run_services
+from spes_swarm.network import run_commands
 from spes_swarm.network.round import exchange
 from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.round_state import RoundState
@@ -45,7 +45,7 @@ def _break_publisher() -> None:
 
 
 _BREAKERS: dict[str, Callable[[], None]] = {
-    "network": lambda: setattr(run_services.RunServices, "table", planted_command),
+    "network": lambda: setattr(run_commands.RunCommandHandler, "table", planted_command),
     "checkpoint": lambda: setattr(saving, "save_checkpoint", planted),
     "publisher": _break_publisher,
 }

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -26,12 +27,12 @@ from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
 from spes_swarm.config.manifest import Manifest, open_manifest
 from spes_swarm.metrics import events
 from spes_swarm.model.sparse_model import build_model, layout_of
+from spes_swarm.network import run_services
 from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
 from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.network.round.exchange import Exchange
-from spes_swarm.network.run_services import RunServices
 from spes_swarm.port.commands import Called, Notification
 from spes_swarm.port.messages import CaughtUp, Presence, SwarmView
 from spes_swarm.protocol.averaging.commitments import Commitment
@@ -97,7 +98,7 @@ class HostileExchange(Exchange):
 
     mode = "frames"
 
-    async def run(self, state: RoundState) -> CommitReport:
+    async def run(self, state: RoundState, *more: Any, **named: Any) -> CommitReport:
         """As an honest member, but what is reduced here stays at the old reference, as with those it is hidden from."""
         self.mine = {part.index for part in state.plan.parts if part.reducer == state.me}
         self.honest: dict[int, Result] = {}
@@ -203,9 +204,9 @@ class _Listener:
                 self.group = (notification.round, notification.peers)
 
 
-async def beat_forever(services: RunServices) -> None:
+async def beat_forever(services: run_services.RunServices) -> None:
     while True:
-        services.beat()
+        services.announcer.beat()
         await asyncio.sleep(0.5)
 
 
@@ -213,7 +214,7 @@ async def beat_forever(services: RunServices) -> None:
 class Membership:
     """What a hostile member has at hand."""
 
-    services: RunServices
+    services: run_services.RunServices
     exchange: Exchange
     listener: _Listener
     presence: Presence
@@ -222,7 +223,7 @@ class Membership:
 
     async def others_have_committed(self, number: int) -> None:
         """Waits until nobody else that trains is behind that round."""
-        while any(v.progress.round < number for v in self.services._state.roster.training()):
+        while any(v.progress.round < number for v in self.services.state.roster.training()):
             self.listener.viewed.clear()
             await self.listener.viewed.wait()
 
@@ -238,12 +239,12 @@ async def membership(
         layout = layout_of(build_model(run.model.type, run.model.settings, 0, "cpu", on_meta=True))
         settings, reference, contribution = settings_without_trainer(manifest, layout, maddr)
         listener = _Listener(directory)
-        services = RunServices(listener, daemon, rpc, identity, settings)
         limits = ExchangeLimits.of(run.round)
         exchange = make_exchange(daemon.p2p, rpc, manifest.run_id, limits, listener.on_fault, MEMBERS)
-        services._exchange = services._rounds.exchange = exchange
+        with mock.patch.object(run_services, "Exchange", return_value=exchange):
+            services = run_services.RunServices(listener, daemon, rpc, identity, settings)
         await services.start()
-        await services.download(if_newer=False)
+        await services.commands.download(if_newer=False)
         presence = Presence(
             name="hostile",
             state="training",
@@ -252,13 +253,13 @@ async def membership(
             tokens_per_step=tokens_per_step,
             tokens_per_second=1.0,
             loss=1.0,
-            experts=await services.claim(num_experts, room=num_experts, fixed=False),
+            experts=await services.commands.claim(num_experts, room=num_experts, fixed=False),
         )
-        await services.set_presence(presence)
+        await services.commands.set_presence(presence)
         beating = asyncio.create_task(beat_forever(services))  # what a trainer does to show that it is alive
         yield Membership(services, exchange, listener, presence, reference.values_N, contribution.values_N)
         beating.cancel()
-        await services.set_presence(dataclasses.replace(presence, state="leaving", experts=()))
+        await services.commands.set_presence(dataclasses.replace(presence, state="leaving", experts=()))
         await asyncio.Event().wait()
 
 
@@ -276,10 +277,10 @@ async def take_part(maddr: str, directory: Path) -> None:
                 exchange.mode = modes[0]
                 member.contribution_N[:] = member.reference_N
                 try:
-                    report = await services.run_round(1 << 40, (1 << 40,) * len(held), leaving=False)
+                    report = await services.commands.run_round(1 << 40, (1 << 40,) * len(held), leaving=False)
                 except (RoundError, TransferError) as exc:
                     print("round", exc, flush=True)
-                    await services.download(if_newer=False)
+                    await services.commands.download(if_newer=False)
                     continue
                 if isinstance(report, CaughtUp):
                     continue
@@ -288,7 +289,7 @@ async def take_part(maddr: str, directory: Path) -> None:
                     log.write(json.dumps({"round": report.commit.round, "mode": modes.pop(0)}) + "\n")
                 # What counts is the honest members' reference, when they are through with the round.
                 await member.others_have_committed(report.commit.round)
-                await services.download(if_newer=False)
+                await services.commands.download(if_newer=False)
 
 
 def main(arguments: list[str]) -> int:

@@ -78,7 +78,7 @@ async def _take_part(
 ) -> None:
     async with membership(maddr, directory, Exchange, num_experts=4, tokens_per_step=1) as member:
         services = member.services
-        layout = services._state.reference.layout
+        layout = services.state.reference.layout
         held = member.presence.experts
         shared_rms = expert_rms = FIRST_RMS if fixed_rms is None else fixed_rms
         with (directory / "rounds.jsonl").open("a", buffering=1) as log:
@@ -91,7 +91,7 @@ async def _take_part(
                     noise_N = rng.normal(0, shared_rms if block.expert is None else expert_rms, block.size)
                     member.contribution_N[where] = before_N[where] + noise_N.astype(np.float32)
                 try:
-                    report = await services.run_round(TOKENS, (TOKENS,) * len(held), leaving=False)
+                    report = await services.commands.run_round(TOKENS, (TOKENS,) * len(held), leaving=False)
                 except (RoundError, TransferError) as exc:
                     print("round", exc, flush=True)
                     continue

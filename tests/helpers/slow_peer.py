@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -60,9 +61,9 @@ class SlowExchange(Exchange):
         self._late_pushes, self._late_results = late_pushes, late_results
         self._began = 0.0
 
-    def _begin(self, state: RoundState) -> None:
+    def _begin(self, state: RoundState, slack_s: float = math.inf) -> None:
         self._began = now()
-        super()._begin(state)
+        super()._begin(state, slack_s)
 
     async def _push(self, state: RoundState, reducer: int, parts: list[Part], deadline: float) -> None:
         if not self._late_pushes:
@@ -130,7 +131,7 @@ async def _take_part(maddr: str, directory: Path, make_exchange: Callable[..., E
                 noise_N = rng.normal(0, NOISE_RMS, len(member.reference_N))
                 member.contribution_N[:] = member.reference_N + noise_N.astype(np.float32)
                 try:
-                    report = await member.services.run_round(TOKENS, (TOKENS,) * len(held), leaving=False)
+                    report = await member.services.commands.run_round(TOKENS, (TOKENS,) * len(held), leaving=False)
                 except (RoundError, TransferError) as exc:
                     print("round", exc, flush=True)
                     continue

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from spes_swarm.config.manifest import found_run
-from spes_swarm.network import run_services
+from spes_swarm.network import run_commands
 from spes_swarm.network.run_services import RunServices
 from spes_swarm.protocol.members.records import Lease, Record
 from spes_swarm.protocol.ownership.reassignment import choose_experts, priority, settle
@@ -55,17 +55,17 @@ class LeasesOfOthers:
 
 def claim(others: Others, want: int, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[int, ...], int]:
     """Returns what this peer holds at the end, and how often it has looked at the leases of the others."""
-    monkeypatch.setattr(run_services, "_REFRESH_S", 0.0)
+    monkeypatch.setattr(run_commands, "REFRESH_S", 0.0)
     layout = tiny_layout()
     settings, *_vectors = settings_without_trainer(found_run(run_config(), layout.digest, identity(0)), layout)
     stub: Any = SimpleNamespace(p2p=None, peer_id=ME, connections=None)
     services = RunServices(stub, stub, stub, identity(0), settings)
     records: Any = LeasesOfOthers(others)
-    services._records = records
-    services._announcer.open(records)
+    services._discovery.open(records)
+    services.announcer.open(records)
     for peer in others(()):
-        services._state.roster.standing.note_answer(peer)
-    held = asyncio.run(services.claim(want, room=want, fixed=False))
+        services.state.roster.standing.note_answer(peer)
+    held = asyncio.run(services.commands.claim(want, room=want, fixed=False))
     return held, records.looks
 
 

@@ -86,9 +86,8 @@ def test_an_exchange_that_takes_too_long_is_reported_before_anybody_is_given_up(
         p2p: Any = SimpleNamespace(call_binary_stream_handler=silence)
         rpc: Any = SimpleNamespace(call=silence)
         exchange = Exchange(p2p, rpc, "run", ExchangeLimits(stall_timeout_s=60.0, timeout_s=0.5), ignore, MEMBERS)
-        exchange.on_late = lambda: reports.append(list(exchange.describe()))
         try:
-            await exchange.run(state)
+            await exchange.run(state, on_late=lambda: reports.append(list(exchange.describe())))
         except RoundError:
             reports.append(["failed"])
 
@@ -187,7 +186,7 @@ def test_an_error_that_comes_again_and_again_is_logged_once_until_another_one_co
         raise ValueError(reasons[len(faults)])
 
     async def repeat() -> None:
-        services: Any = SimpleNamespace(_tasks=[], _state=SimpleNamespace(identity=SimpleNamespace(peer_id="me")))
+        services: Any = SimpleNamespace(_tasks=[], state=SimpleNamespace(identity=SimpleNamespace(peer_id="me")))
         services._on_fault = lambda peer_id, error: faults.append(error)
         RunServices.repeat(services, fail, 0.0)
         await asyncio.gather(*services._tasks, return_exceptions=True)

@@ -109,10 +109,9 @@ async def meeting(pace: float, doubted: Sequence[str] = (), *, known_as_late: bo
                 exchange = Exchange(
                     host.daemon.p2p, host.rpc, RUN_ID, LIMITS, lambda _, error: meets.faults.append(error), MEMBERS
                 )
-                exchange.slack_s = lambda: 0.5
                 await exchange.start()
                 exchanges.append((exchange, state))
-        meets.rounds += [asyncio.create_task(exchange.run(state)) for exchange, state in exchanges]
+        meets.rounds += [asyncio.create_task(exchange.run(state, slack_s=0.5)) for exchange, state in exchanges]
         try:
             yield meets
         finally:

@@ -57,5 +57,5 @@ def test_if_nobody_else_can_lead_a_peer_without_duty_does() -> None:
     for known in meeting.known.values():
         known[:] = [replace(other, reachable=meeting.name[other.peer_id] == "A") for other in known]
     for peer in meeting.peers[1:]:
-        peer.reachable = False
+        peer.reachable = lambda: False
     meeting.meet(AT_ONCE_S)

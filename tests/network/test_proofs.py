@@ -85,7 +85,7 @@ async def keepers(*folders: Path | None, silent: int = -1) -> AsyncIterator[list
                 await host.connect(other)
             standing = Standing()
             standing.committed(0.0, [LIAR.peer_id], ())
-            state = SimpleNamespace(
+            state: Any = SimpleNamespace(
                 run_id=RUN_ID,
                 run=SimpleNamespace(round=SimpleNamespace(stall_timeout_s=STALL_S)),
                 settings=SimpleNamespace(proofs=folder),
@@ -96,8 +96,9 @@ async def keepers(*folders: Path | None, silent: int = -1) -> AsyncIterator[list
                 group=frozenset(),
             )
             keeper = Keeper(host.peer_id, host.daemon.p2p, state)
-            keeper.proofs = Proofs(host.daemon.p2p, state, lambda *fault, to=keeper: to.faults.append(fault), MEMBERS)  # type: ignore[arg-type]
-            keeper.proofs.on_new = keeper.tell
+            keeper.proofs = Proofs(
+                host.daemon.p2p, state, lambda *fault, to=keeper: to.faults.append(fault), MEMBERS, keeper.tell
+            )
             if len(made) == silent:
                 await serve_channel(host.daemon.p2p, stream_name(RUN_ID), say_nothing, STALL_S, noted, MEMBERS)
             else:

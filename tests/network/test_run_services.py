@@ -47,7 +47,7 @@ def services_with(call: Any, notify: Callable[[Notification], None] = lambda not
     listener: Any = SimpleNamespace(notify=notify)
     services = RunServices(listener, daemon, rpc, identity(0), settings)
     records: Any = FirstRecords()
-    services._records = records
+    services._discovery.open(records)
     return services
 
 
@@ -58,11 +58,11 @@ def test_a_founder_that_answers_its_first_call_is_seen_at_once() -> None:
         async def answer(peer_id: str, method: str, request: Any, timeout_s: float) -> dict[str, Any]:
             for _ in range(10):  # not at once, as from another machine
                 await asyncio.sleep(0)
-            services._state.roster.standing.note_answer(peer_id)
+            services.state.roster.standing.note_answer(peer_id)
             return {"maddrs": []}
 
         services = services_with(answer)
-        view = await services.view()
+        view = await services.commands.view()
         return view.num_training, view.ready
 
     assert asyncio.run(look()) == (1, ("founder",))
@@ -76,7 +76,7 @@ def test_a_peer_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyP
             await asyncio.Event().wait()
             return {}
 
-        return (await services_with(silence).view()).ready
+        return (await services_with(silence).commands.view()).ready
 
     assert asyncio.run(look()) == ()
 
@@ -93,11 +93,11 @@ def test_a_peer_that_has_missed_too_much_follows_the_others_to_its_first_round(c
 
     async def catch_up() -> bool:
         services = services_with(answer)
-        services._state.roster.standing = Standing(["founder"])
-        services._catching_up.resync_if_diverged = fetch  # type: ignore[method-assign]
-        assert not services._state.roster.defers
-        assert isinstance(await services.run_round(1, (), leaving=False), CaughtUp)
-        return services._state.roster.defers
+        services.state.roster.standing = Standing(["founder"])
+        services.commands.catching_up.resync_if_diverged = fetch  # type: ignore[method-assign]
+        assert not services.state.roster.defers
+        assert isinstance(await services.commands.run_round(1, (), leaving=False), CaughtUp)
+        return services.state.roster.defers
 
     assert asyncio.run(catch_up()) is complete
 
@@ -111,14 +111,14 @@ def test_a_peer_learns_that_it_is_out_of_the_run_even_if_it_can_read_no_records(
         services = services_with(answer, told.append)
         await services._look_around()
         assert [view.out for view in told] == [None]
-        services._state.tracks.conduct.exclusions.note_lie(identity(0).peer_id, 5)
+        services.state.tracks.conduct.exclusions.note_lie(identity(0).peer_id, 5)
         unreadable: Any = UnreadableRecords()
-        services._records = unreadable
+        services._discovery.open(unreadable)
         with pytest.raises(OSError, match="no node answers"):
             await services._look_around()
         assert "may no longer take part: " in told[-1].out
         assert told[-1].out.endswith("a proof shows a lie in round 5 (only the founder can pardon it)")
         with pytest.raises(InvitationError, match=re.escape(told[-1].out)):
-            await services.run_round(1, (), leaving=False)
+            await services.commands.run_round(1, (), leaving=False)
 
     asyncio.run(look())

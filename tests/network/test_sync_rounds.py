@@ -9,8 +9,10 @@ from unittest.mock import MagicMock
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import found_run
+from spes_swarm.network.link.dht_records import everybody
 from spes_swarm.network.round.sync_round import SyncRounds
 from spes_swarm.network.run_state import RunState
+from spes_swarm.protocol.admission.exclusion import Exclusions
 from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
@@ -25,7 +27,7 @@ def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
     layout = tiny_layout()
     me, newcomer = identities(2)
     settings, *vectors = settings_without_trainer(found_run(run_config(), layout.digest, me), layout)
-    run = RunState.of(me, settings)
+    run = RunState.of(me, settings, everybody, Exclusions())
     run.key = KEY  # which `form` certifies
     for vector in vectors:
         vector.close()
@@ -35,7 +37,7 @@ def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
         member = FakePeer(run.reference, run.contribution_N, held=(0, 1))
         return form([member, member], statement.round)
 
-    async def exchange(state: RoundState) -> CommitReport:
+    async def exchange(state: RoundState, *_: Any) -> CommitReport:
         assert run.is_member(newcomer.peer_id)  # its slots are reserved although it has delivered nothing so far
         if state.plan.round == 4:
             other = RoundState(
@@ -55,7 +57,7 @@ def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
         faults.append((run.reference.round, peer_id, error.kind))
 
     others: dict[str, Any] = {
-        "rendezvous": SimpleNamespace(join=join, reachable=True),
+        "rendezvous": SimpleNamespace(join=join),
         "exchange": SimpleNamespace(run=exchange, on_fault=on_fault),
         **{name: MagicMock() for name in ("audits", "transfer", "announcer", "listener")},
     }

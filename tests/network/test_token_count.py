@@ -42,10 +42,11 @@ def count(
     run_state: Any = SimpleNamespace(
         reference=SimpleNamespace(round=OWN_ROUND),
         roster=roster,
+        reachable=True,
         run=run_config(round={"inner_steps": INNER_STEPS}),
     )
     announcer: Any = SimpleNamespace(tokens_per_step=STEP)
-    counting = TokenCount(rpc, run_state, announcer, lambda: True, lambda: False)
+    counting = TokenCount(rpc, run_state, announcer, lambda: False)
     return asyncio.run(counting.others())
 
 

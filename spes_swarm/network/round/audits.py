@@ -55,11 +55,12 @@ class Audits:
         on_fault: FaultSink,
         guests: Guests,
         current: Callable[[], RoundState | None],
+        proofs: Proofs,
     ) -> None:
         """`current` returns the newest exchange, if any."""
         self._p2p = p2p
         self._run = run
-        self.proofs = Proofs(p2p, run, on_fault, guests)
+        self.proofs = proofs
         self._on_fault = on_fault
         self._guests = guests
         self._current = current

@@ -78,6 +78,7 @@ class Timing:
 
     plan: Plan
     me: int
+    slack_s: float  # what any member may take longer than the others
     begun: float = field(default_factory=time.monotonic)
     results_s: dict[int, float] = field(default_factory=dict)  # by reducer: when all of its results were here
     waited: bool = False  # for a member that was late

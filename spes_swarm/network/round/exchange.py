@@ -52,10 +52,8 @@ class Exchange:
         self._limits = limits
         self._guests = guests
         self.on_fault = on_fault
-        self.on_late: Callable[[], None] = lambda: None  # called at the first deadline, before anybody is given up
         self._push_name = f"{run_id}/push"
         self._pull_name = f"{run_id}/pull"
-        self.slack_s: Callable[[], float] = lambda: math.inf  # what any member may take longer than the others
         self._round: RoundState | None = None
         self._timing: Timing  # of this round; there is none before the first one
         self._open: defaultdict[int, set[asyncio.Timeout]] = defaultdict(set)  # limits of open streams, by reducer
@@ -71,17 +69,20 @@ class Exchange:
         await serve_channel(self._p2p, self._pull_name, self._serve_pull, stall_s, self.on_fault, guests)
         await self._rpc.serve("have", self._serve_have)
 
-    async def run(self, state: RoundState) -> CommitReport:
-        """Takes part in a round up to and including the commit.
+    async def run(
+        self, state: RoundState, slack_s: float = math.inf, on_late: Callable[[], None] = lambda: None
+    ) -> CommitReport:
+        """Takes part in a round up to and including the commit. Any member may take `slack_s` longer than the others;
+        `on_late` is called at the first deadline, before anybody is given up.
 
         Raises:
             RoundError: nothing was committed; the reference and the contribution are unchanged.
         """
-        self._begin(state)
+        self._begin(state, slack_s)
         if state.reduction.own_faults:
             self.on_fault(state.group.members[state.me].peer_id, state.reduction.own_faults[0])
         in_time = True
-        late = asyncio.get_running_loop().call_later(self.deadlines(state).collect_s, self.on_late)
+        late = asyncio.get_running_loop().call_later(self.deadlines(state).collect_s, on_late)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 await self._transfer(state)
@@ -111,7 +112,7 @@ class Exchange:
             {ids[i]: seconds for i, seconds in self._timing.results_s.items()},
             trusted={ids[i] for i in plan.trusted},
             usual_s=plan.usual_s,
-            slack_s=self.slack_s(),
+            slack_s=self._timing.slack_s,
             passed_s=self._timing.passed_s(),
             waited=self._timing.waited,
         )
@@ -125,9 +126,9 @@ class Exchange:
         """Lines for the log."""
         return exchange_lines(self._round, self._last_heard)
 
-    def _begin(self, state: RoundState) -> None:
+    def _begin(self, state: RoundState, slack_s: float = math.inf) -> None:
         """Starts serving the streams of this round."""
-        self._round, self._timing = state, Timing(state.plan, state.me)
+        self._round, self._timing = state, Timing(state.plan, state.me, slack_s)
         self._open.clear()
         state.tracks.conduct.begin(member.peer_id for i, member in enumerate(state.group.members) if i != state.me)
         self._last_heard = dict.fromkeys(range(state.plan.num_members), time.monotonic())
@@ -263,7 +264,7 @@ class Exchange:
     async def _reduce(self, state: RoundState, deadline: float, latest: float) -> None:
         """Waits until all parts reduced here are complete, giving up contributors that fall silent or are too slow."""
         loop, stall_s = asyncio.get_running_loop(), self._limits.stall_timeout_s
-        late_s = conduct.limit_s(state.plan.usual_s, self.slack_s()) if state.plan.usual_s else math.inf
+        late_s = conduct.limit_s(state.plan.usual_s, self._timing.slack_s) if state.plan.usual_s else math.inf
         soon = min(loop.time() + late_s, deadline)  # until when members known to be late are waited for
         num_owing = len(state.reduction.outstanding())
         probes: dict[int, asyncio.Task[bool]] = {}

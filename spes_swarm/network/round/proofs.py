@@ -48,13 +48,22 @@ _BYTES_PER_MEMBER, _BYTES_PER_HOST, _REFILL_S = 4 * MAX_PROOF_BYTES, 64 << 20, 3
 class Proofs:
     """One peer's proofs."""
 
-    def __init__(self, p2p: P2P, run: RunState, on_fault: FaultSink, guests: Guests) -> None:
+    def __init__(
+        self,
+        p2p: P2P,
+        run: RunState,
+        on_fault: FaultSink,
+        guests: Guests,
+        on_new: Callable[[], None] = lambda: None,
+        inviter: Callable[[str], str] = lambda peer_id: "",
+    ) -> None:
+        """`on_new` is called when a proof has been added; `inviter` returns who has invited a peer, in words."""
         self._p2p = p2p
         self._run = run
         self._on_fault = on_fault
         self._guests = guests
-        self.on_new: Callable[[], None] = lambda: None
-        self.inviter: Callable[[str], str] = lambda peer_id: ""  # who has invited a peer, in words
+        self._on_new = on_new
+        self._inviter = inviter
         self._name = stream_name(run.run_id)
         self._stall_s = run.run.round.stall_timeout_s
         self._folder = None if run.settings.proofs is None else ProofFolder(run.settings.proofs)
@@ -123,11 +132,11 @@ class Proofs:
         words = [
             f"it lied in round {proof.round}, part {proof.part}: {proof.what}",
             "it is excluded once most members have a proof",
-            *filter(None, [self.inviter(culprit)]),
+            *filter(None, [self._inviter(culprit)]),
             f"the proof is in {kept}" if kept is not None else "the proof could not be written",
         ]
         self._on_fault(culprit, ProtocolError("proven", "; ".join(words)))
-        self.on_new()
+        self._on_new()
 
     def _is_to_come(self, round_number: int) -> bool:
         return round_number > self._run.reference.round + _ROUNDS_AHEAD

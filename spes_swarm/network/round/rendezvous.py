@@ -40,9 +40,9 @@ class Rendezvous:
     run_id: str
     num_blocks: int
     _: KW_ONLY
-    reachable: bool  # others can connect to this peer; otherwise it leads no rounds. May change at any time
     window_s: float  # how long a leader waits for live peers that have not come yet, unless they follow another one
     exchange_s: float  # what the exchange of a group takes at most
+    reachable: Callable[[], bool]  # True while others can connect to this peer; otherwise it leads no rounds
     live_peers: Callable[[], Collection[Neighbour]]  # the other peers that a round may currently include
     defers: Callable[[], bool]  # True while this peer leaves it to others to lead rounds
     target_round: Callable[[], int]  # the round that this peer wants to commit next
@@ -114,7 +114,7 @@ class Rendezvous:
             self.identity.peer_id,
             self.target_round(),
             tuple(self.live_peers()),
-            self.reachable,
+            self.reachable(),
             self.defers(),
             frozenset(self.without_duty()),
             self.is_blind(),

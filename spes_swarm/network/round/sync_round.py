@@ -131,7 +131,7 @@ class SyncRounds:
             run.leases,
             run.tracks,
             bandwidth_mbps=run.settings.bandwidth_mbps,
-            reachable=self.rendezvous.reachable,
+            reachable=run.reachable,
             certificate=run.certificate,
             nonce=secrets.token_bytes(NONCE_BYTES),
             before=run.previous.digest(run.reference),
@@ -163,9 +163,10 @@ class SyncRounds:
         for peer_id in filter(run.roster.standing.is_member, absent):  # a newcomer may just not be ready yet
             run.roster.lose(peer_id)
         self.audits.end(keep=plan.taken_back is not None)
+        on_late = partial(self.listener.report, "the exchange has exceeded its first deadline")
         try:
             with self.transfer.round_under_way():
-                commit = await self.exchange.run(books)
+                commit = await self.exchange.run(books, run.roster.standing.grace_s, on_late)
         except RoundError:
             self.rendezvous.spend(group)
             self._note_failure(group, books)

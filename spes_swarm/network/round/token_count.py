@@ -42,7 +42,6 @@ class TokenCount:
     rpc: Rpc
     run_state: RunState
     announcer: Announcer  # has this peer's own count
-    reachable: Callable[[], bool]  # whether other peers can open connections to this one
     gathering: Callable[[], bool]  # whether this peer waits for the group of a round
 
     def __post_init__(self) -> None:
@@ -86,7 +85,7 @@ class TokenCount:
             asked = time.monotonic()
             # A silent peer is assumed to be in the middle of a step.
             stale = _Count(bounded(view.progress.tokens, view.progress.round), step / 2, 0.0, asked)
-            if not (self.reachable() or view.progress.reachable):  # between two clients there may be no connection
+            if not (self.run_state.reachable or view.progress.reachable):  # two clients may have no connection
                 return stale
             try:
                 answer = await self.rpc.call(view.peer_id, "tokens", {}, _TIMEOUT_S)

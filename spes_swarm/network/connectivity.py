@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol
 
 from spes_swarm.metrics import events
 from spes_swarm.network.link.daemon import Daemon
@@ -17,32 +16,12 @@ from spes_swarm.network.link.links import Links
 from spes_swarm.network.link.reach import ReachService
 from spes_swarm.network.link.relay import Relay
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.network.run_services import RunServices
 
 _TEND_S = 2.0
 _FIRST_REVIEW_S = 10.0  # then as soon as there is a peer to ask; a founder starts without one
 _REVIEW_S = 300.0
 _DOUBT_S = 30.0  # until a negative result is confirmed, before this peer counts as unreachable
-
-
-class RunPeers(Protocol):
-    """The run that this peer takes part in (RunServices)."""
-
-    @property
-    def reachable(self) -> bool:
-        """True if this peer announces that it can be reached."""
-
-    def set_reach(self, reachable: bool, address: str | None) -> None:
-        """Sets `reachable`. `address` is where other peers got through, None if they did not."""
-
-    def neighbours(self) -> list[Neighbour]:
-        """The other live peers."""
-
-    async def maddrs_of(self, peer_id: str) -> list[str]:
-        """Asks a peer for its addresses."""
-
-    def repeat(self, action: Callable[[], Coroutine[Any, Any, None]], pause_s: float) -> None:
-        """Repeats an action while the run is open."""
 
 
 @dataclass(eq=False)
@@ -78,17 +57,17 @@ class Connectivity:
     async def _ask(self, peers: list[str]) -> events.Reach:
         return await self._reach.check(peers, await self.daemon.maddrs(), announced=self.announced)
 
-    def attend(self, run: RunPeers, *, review: bool, is_busy: Callable[[], bool]) -> None:
+    def attend(self, run: RunServices, *, review: bool) -> None:
         """Starts maintaining the connections to the peers of a run.
 
-        With `review`, reachability is checked again from time to time, and `run` updated. While `is_busy` in a
-        round, connections that work are left alone.
+        With `review`, reachability is checked again from time to time, and `run` updated. During a round, connections
+        that work are left alone.
         """
         self._relay.admits = lambda peer_id: any(n.peer_id == peer_id for n in run.neighbours())
         links = self._links = Links(
             self.daemon,
             use_relays=self.use_relays,
-            maddrs_of=run.maddrs_of,
+            maddrs_of=run.greetings.greet,
             on_link=lambda peer_id, relayed: self.notify(events.Link(peer=peer_id, relayed=relayed)),
         )
         if self.found.reachable:
@@ -97,13 +76,13 @@ class Connectivity:
             self._next_review = time.monotonic() + _REVIEW_S
 
         async def look_around() -> None:
-            await links.tend(run.neighbours(), reachable=run.reachable, busy=is_busy())
+            await links.tend(run.neighbours(), reachable=run.state.reachable, busy=run.announcer.in_round)
             if review and time.monotonic() >= self._next_review:
                 await self._review(run)
 
         run.repeat(look_around, _TEND_S)
 
-    async def _review(self, run: RunPeers) -> None:
+    async def _review(self, run: RunServices) -> None:
         """Checks again; a negative result is confirmed before this peer stops counting as reachable."""
         known = {neighbour.peer_id for neighbour in run.neighbours()}
         peers = [peer for peer in await self.daemon.connections() if peer in known]
@@ -111,7 +90,7 @@ class Connectivity:
             return
         random.shuffle(peers)
         found = await self._ask(peers)
-        doubtful = found.reachable is False and run.reachable and not self._doubted
+        doubtful = found.reachable is False and run.state.reachable and not self._doubted
         self._doubted = doubtful
         self._next_review = time.monotonic() + (_DOUBT_S if doubtful else _REVIEW_S)
         if found.reachable is None or doubtful:

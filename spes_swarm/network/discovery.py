@@ -1,0 +1,111 @@
+"""The other peers of a run: reads their records, greets them, and sums up for the trainer what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from spes_swarm.network.announcer import Announcer
+from spes_swarm.network.link.dht_records import Records
+from spes_swarm.network.link.door import Door
+from spes_swarm.network.link.greetings import Greetings
+from spes_swarm.network.link.wire import FaultSink
+from spes_swarm.network.round.company import Company
+from spes_swarm.network.round.proofs import Proofs
+from spes_swarm.network.run_state import RunState
+from spes_swarm.port.messages import SwarmView
+from spes_swarm.protocol.members.election import periods_to_wait
+from spes_swarm.protocol.members.records import Lease, Progress, Record, Volunteer
+from spes_swarm.protocol.members.twin import twin_fault
+
+REFRESH_S = 1.0  # how often other peers' records are read
+_Record = TypeVar("_Record", bound=Record)
+
+
+@dataclass(eq=False)
+class Discovery:
+    """Keeps the roster, the table of leases and the list of volunteers up to date."""
+
+    run_state: RunState
+    door: Door
+    greetings: Greetings
+    announcer: Announcer
+    proofs: Proofs
+    on_fault: FaultSink
+    company: Company = field(init=False)
+    _records: Records | None = field(default=None, init=False)
+    _volunteers: dict[str, Volunteer] = field(default_factory=dict, init=False)
+    _twin_report: asyncio.Task[None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._roster, self._leases = self.run_state.roster, self.run_state.leases
+        self.company = Company(self._roster, self.run_state.run.round.progress_ttl_s, self.refresh_quietly)
+
+    def open(self, records: Records) -> None:
+        """Sets where records are read; `refresh` follows."""
+        self._records = records
+
+    async def refresh(self) -> None:
+        """Reads other peers' records and greets new peers, so that connections exist before the first round."""
+        assert self._records is not None
+        read = self._records.read
+        progress, leases = await asyncio.gather(read("progress", Progress), read("leases", Lease))
+        new = self._roster.update(progress)
+        if self.announcer.has_twin(progress):
+            self._twin_report = asyncio.create_task(self._report_twin())
+        self._leases.update(self._heard_of(leases))
+        self.proofs.compare(progress)
+        self.company.note_read()
+        self.announcer.learn_swarm_tokens()
+        if self.announcer.volunteering is not None:
+            self._volunteers = self._heard_of(await read("publishers", Volunteer))
+        self.greetings.greet_soon(new)
+
+    async def refresh_quietly(self) -> None:
+        """As `refresh`; errors are reported where it is repeated."""
+        with suppress(Exception):
+            await self.refresh()
+
+    async def refresh_leases(self) -> None:
+        """Reads only the leases."""
+        assert self._records is not None
+        self._leases.update(self._heard_of(await self._records.read("leases", Lease)))
+
+    def _heard_of(self, records: dict[str, _Record]) -> dict[str, _Record]:
+        """Returns the records of peers that have answered a call; others reserve no experts and publish nothing."""
+        return {peer: record for peer, record in records.items() if self._roster.standing.has_answered(peer)}
+
+    async def _report_twin(self) -> None:
+        me, seen = self.run_state.identity.peer_id, await self.greetings.own_endpoints()
+        self.on_fault(me, twin_fault(me, self.greetings.own_maddrs(), seen))
+
+    def view(self) -> SwarmView:
+        """What the trainer needs to know about the other peers, by the records as they were read last."""
+        roster, own_round, me = self._roster, self.run_state.reference.round, self.run_state.identity.peer_id
+        volunteering = self.announcer.volunteering
+        answering, voices = roster.answering(), roster.voices()
+        ready = tuple(view.peer_id for view in answering if view.progress.state in ("waiting", "training"))
+        dead_votes, reports = roster.dead_votes()
+        held = {e for view in answering for e in view.progress.experts} | set(self._leases.held)
+        return SwarmView(
+            num_peers=len(answering),
+            num_ready=len(ready),
+            num_training=sum(view.progress.state == "training" for view in answering),
+            tokens_per_step=roster.tokens_per_step(self.announcer.tokens_per_step),
+            tokens=roster.tokens_since_commit(own_round, self.run_state.run.round.progress_ttl_s),
+            tokens_per_second=sum(view.progress.tokens_per_second for view in voices),
+            at=time.monotonic(),
+            swarm_round=roster.swarm_round(own_round),
+            experts_covered=len(held),
+            ready=ready,
+            data=roster.data_positions(),
+            routing_reports=reports,
+            dead_votes=dead_votes,
+            excluded=self.run_state.tracks.conduct.exclusions.excluded,
+            without_duty=tuple(roster.standing.without_duty),
+            out=self.door.why_out(me),
+            publishing_periods=periods_to_wait(self._volunteers, volunteering[0], me) if volunteering else 0,
+        )
