@@ -6,7 +6,6 @@ import asyncio
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.link.dht_records import Records
@@ -18,11 +17,10 @@ from spes_swarm.network.round.proofs import Proofs
 from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import SwarmView
 from spes_swarm.protocol.members.election import periods_to_wait
-from spes_swarm.protocol.members.records import Lease, Progress, Record, Volunteer
+from spes_swarm.protocol.members.records import Lease, Progress, Volunteer
 from spes_swarm.protocol.members.twin import twin_fault
 
 REFRESH_S = 1.0  # how often other peers' records are read
-_Record = TypeVar("_Record", bound=Record)
 
 
 @dataclass(eq=False)
@@ -41,7 +39,7 @@ class Discovery:
     _twin_report: asyncio.Task[None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self._roster, self._leases = self.run_state.roster, self.run_state.leases
+        self._roster = self.run_state.roster
         self.company = Company(self._roster, self.run_state.run.round.progress_ttl_s, self.refresh_quietly)
 
     def open(self, records: Records) -> None:
@@ -56,12 +54,13 @@ class Discovery:
         new = self._roster.update(progress)
         if self.announcer.has_twin(progress):
             self._twin_report = asyncio.create_task(self._report_twin())
-        self._leases.update(self._heard_of(leases))
+        self.run_state.leases.update(leases)
         self.proofs.compare(progress)
         self.company.note_read()
         self.announcer.learn_swarm_tokens()
         if self.announcer.volunteering is not None:
-            self._volunteers = self._heard_of(await read("publishers", Volunteer))
+            volunteers, has_answered = await read("publishers", Volunteer), self._roster.standing.has_answered
+            self._volunteers = {peer: record for peer, record in volunteers.items() if has_answered(peer)}
         self.greetings.greet_soon(new)
 
     async def refresh_quietly(self) -> None:
@@ -72,11 +71,7 @@ class Discovery:
     async def refresh_leases(self) -> None:
         """Reads only the leases."""
         assert self._records is not None
-        self._leases.update(self._heard_of(await self._records.read("leases", Lease)))
-
-    def _heard_of(self, records: dict[str, _Record]) -> dict[str, _Record]:
-        """Returns the records of peers that have answered a call; others reserve no experts and publish nothing."""
-        return {peer: record for peer, record in records.items() if self._roster.standing.has_answered(peer)}
+        self.run_state.leases.update(await self._records.read("leases", Lease))
 
     async def _report_twin(self) -> None:
         me, seen = self.run_state.identity.peer_id, await self.greetings.own_endpoints()
@@ -89,7 +84,7 @@ class Discovery:
         answering, voices = roster.answering(), roster.voices()
         ready = tuple(view.peer_id for view in answering if view.progress.state in ("waiting", "training"))
         dead_votes, reports = roster.dead_votes()
-        held = {e for view in answering for e in view.progress.experts} | set(self._leases.held)
+        held = {e for view in answering for e in view.progress.experts} | set(self.run_state.leases.held)
         return SwarmView(
             num_peers=len(answering),
             num_ready=len(ready),

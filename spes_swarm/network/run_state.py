@@ -72,7 +72,7 @@ class RunState:
             contribution_N=attach_from(settings.trainer_pid, settings.contribution_fd, layout.num_elements),
             previous=previous,
             roster=Roster(me, run.round.progress_ttl_s, standing, admits=admits),
-            leases=Leases(me, layout.num_experts, rules, run.round.lease_s, standing.voices),
+            leases=Leases(me, layout.num_experts, rules, run.round.lease_s, standing),
             reachable=not settings.client_mode,
             tracks=tracks,
         )

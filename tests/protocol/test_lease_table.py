@@ -8,6 +8,7 @@ import pytest
 
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.records import Lease
+from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.ownership.lease_table import ExpertChange, Leases, reassign_group
 from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.protocol.rounds.plan import Plan, make_plan
@@ -28,8 +29,15 @@ def decided(*members: Member, rules: Rules | None = None) -> dict[str, tuple[int
     return reassign_group(*planned(*members), 4, rules or Rules())
 
 
+def standing(*answering: str) -> Standing:
+    made = Standing()
+    for peer in answering:
+        made.note_answer(peer)
+    return made
+
+
 def leases(me: str = "me", held: tuple[int, ...] = (), rules: Rules | None = None) -> Leases:
-    made = Leases(me, 4, rules or Rules())
+    made = Leases(me, 4, rules or Rules(), standing=standing("me", "a", "b", "ghost"))
     made.held = held
     return made
 
@@ -89,17 +97,27 @@ def test_its_statement_says_what_others_leases_reserve() -> None:
 
 
 def test_only_leases_of_voices_reserve_experts_but_a_newcomer_looks_at_all() -> None:
-    mine = Leases("me", 4, Rules(), voices={"member"}.intersection)
+    known = standing("stranger")
+    known.committed(0.0, ["member"], ())
+    mine = Leases("me", 4, Rules(), standing=known)
     mine.update(others(member=[1], stranger=[0, 1, 2]))
     assert mine.leased_bitmap == bitmap([1], 4)
     assert mine.choose(1) == (3,)
+
+
+def test_a_peer_that_never_answers_holds_nothing() -> None:
+    first = leases().choose(1)
+    mine = leases()
+    mine.update(others(silent=list(first)))
+    assert members_of(mine.leased_bitmap, 4) == []
+    assert mine.choose(1) == first
 
 
 def test_a_lease_that_is_not_renewed_within_its_lifetime_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it says about its end."""
     now = 100.0
     monkeypatch.setattr("spes_swarm.protocol.ownership.lease_table.time", SimpleNamespace(monotonic=lambda: now))
-    mine = Leases("me", 4, Rules(), lease_s=60.0)
+    mine = Leases("me", 4, Rules(), 60.0, standing("a"))
 
     def seen(expires: float) -> list[int]:
         mine.update({"a": Lease(expires=expires, experts=[2], since_round=1)})

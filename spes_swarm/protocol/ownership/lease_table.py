@@ -1,14 +1,18 @@
-"""This peer's experts and the others' leases, which network/link/dht_records.py has verified."""
+"""Who holds which experts, as far as one peer knows outside of rounds: its own experts, and the others' leases.
+
+What a peer holds after a commit follows from the statements of the group alone; see reassignment.py.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.records import Lease
+from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.ownership.reassignment import (
     Holding,
     Rules,
@@ -31,30 +35,27 @@ class ExpertChange:
     lost: tuple[int, ...] = ()
 
 
+@dataclass(eq=False)
 class Leases:
-    """The experts of one peer. Of the others' leases, only those of peers that `voices` returns reserve experts."""
+    """The experts of one peer, and which of the others' leases count.
 
-    def __init__(
-        self,
-        me: str,
-        num_experts: int,
-        rules: Rules,
-        lease_s: float = math.inf,
-        voices: Callable[[Iterable[str]], set[str]] = set,
-    ) -> None:
-        self._me = me
-        self._voices = voices
-        self._lease_s = lease_s
-        self._num_experts = num_experts
-        self._rules = rules
-        self._others: dict[str, list[int]] = {}
-        self._seen: dict[str, tuple[float, float]] = {}  # peer -> its lease's expiration, and when first seen
-        self.held: tuple[int, ...] = ()  # the experts that this peer trains now
-        self.room = 0
-        self.fixed = False
+    Leases are read again and again from network/link/dht_records.py, which drops those that are past the end that they
+    state. Only those of voices reserve experts.
+    """
+
+    me: str
+    num_experts: int
+    rules: Rules
+    lease_s: float = math.inf  # lifetime of an honest lease
+    standing: Standing = field(default_factory=Standing)
+    held: tuple[int, ...] = field(default=(), init=False)  # the experts that this peer trains now
+    room: int = field(default=0, init=False)
+    fixed: bool = field(default=False, init=False)
+    _others: dict[str, list[int]] = field(default_factory=dict, init=False)  # by peer: what its live lease names
+    _seen: dict[str, tuple[float, float]] = field(default_factory=dict, init=False)  # its expiration, when first seen
 
     def update(self, records: Mapping[str, Lease]) -> None:
-        """Takes in freshly read leases, except stale ones.
+        """Takes in freshly read leases, except those of peers that have never answered a call, and stale ones.
 
         A lease that has not been renewed within its lifetime is stale, however late it claims to expire.
         """
@@ -62,35 +63,36 @@ class Leases:
         self._seen = {
             peer: known if (known := self._seen.get(peer)) and known[0] == lease.expires else (lease.expires, now)
             for peer, lease in records.items()
+            if self.standing.has_answered(peer)
         }
         self._others = {
-            peer: lease.experts
-            for peer, lease in records.items()
-            if peer != self._me and now - self._seen[peer][1] <= self._lease_s
+            peer: records[peer].experts
+            for peer, (_, since) in self._seen.items()
+            if peer != self.me and now - since <= self.lease_s
         }
 
     def choose(self, want: int) -> tuple[int, ...]:
         """Takes up to `want` experts, those with the fewest other holders; returns them."""
-        self.held = choose_experts(self._others, self._me, self._num_experts, want, self._rules)
+        self.held = choose_experts(self._others, self.me, self.num_experts, want, self.rules)
         return self.held
 
     def settle(self) -> bool:
         """Gives up experts that others with a better claim chose at the same time. Returns True if unchanged."""
         before, self.held = (
             self.held,
-            settle({**self._others, self._me: self.held}, self._me, self._num_experts),
+            settle({**self._others, self.me: self.held}, self.me, self.num_experts),
         )
         return self.held == before
 
     @property
     def leased_bitmap(self) -> bytes:
         """For the statement: the experts that voices' unexpired leases reserve, so that orphans are not adopted."""
-        leases = {peer: self._others[peer] for peer in self._voices(self._others)}
-        return bitmap(reserving(leases, self._num_experts, self._rules), self._num_experts)
+        leases = {peer: self._others[peer] for peer in self.standing.voices(self._others)}
+        return bitmap(reserving(leases, self.num_experts, self.rules), self.num_experts)
 
     def after_commit(self, group: Group, plan: Plan) -> ExpertChange:
         """Applies `reassign` to the group that has committed, and takes this peer's row of the outcome."""
-        before, self.held = self.held, reassign_group(group, plan, self._num_experts, self._rules).get(self._me, ())
+        before, self.held = self.held, reassign_group(group, plan, self.num_experts, self.rules).get(self.me, ())
         gained, lost = set(self.held).difference(before), set(before).difference(self.held)
         return ExpertChange(self.held, tuple(sorted(gained)), tuple(sorted(lost)))
 
