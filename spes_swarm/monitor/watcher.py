@@ -24,7 +24,6 @@ from spes_swarm.config.join_command import join_command
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.monitor.evidence import MAX_BYTES
 from spes_swarm.monitor.verifier import Verifier
-from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.dht_records import accept, record_key, search
 from spes_swarm.network.link.known_peers import KnownPeers, checked_maddrs
 from spes_swarm.network.link.manifest_query import ask_for_manifest
@@ -32,6 +31,7 @@ from spes_swarm.network.link.proof_query import fetch_proof
 from spes_swarm.network.link.reach import ReachService
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_dht import RunDht
+from spes_swarm.network.transport.daemon import Daemon, bootstrap
 from spes_swarm.protocol.members.records import Lease, Progress, Rounds
 
 _CALL_TIMEOUT_S: Final = 5.0
@@ -209,7 +209,7 @@ class Watcher:
     async def fetch_proof(self, peer_id: str, culprit: str) -> bytes:
         """Fetches a proof from a peer; see proof_query.py."""
         stall_s = self.manifest.run.round.stall_timeout_s
-        return await fetch_proof(self._daemon.p2p, peer_id, self.manifest.run_id, culprit, stall_s, MAX_BYTES)
+        return await fetch_proof(self._daemon.transport, peer_id, self.manifest.run_id, culprit, stall_s, MAX_BYTES)
 
     def excludes(self, peer_id: str, round_number: int) -> bool:
         """Returns False if the founder has pardoned a lie in this round, as far as this monitor has heard."""
@@ -271,7 +271,7 @@ async def open_watcher(options: NetworkOptions, remembered: Manifest | None, add
         options.identity_path, options.host_maddrs, options.announce_maddrs, client_mode=not options.is_entry
     )
     try:
-        rpc = Rpc(daemon.p2p, _ignore)
+        rpc = Rpc(daemon.transport, _ignore)
         rpc.admission = options.admission
         await rpc.start()
         maddrs = list(dict.fromkeys([*options.initial_peers, *usable_peer_addresses(addresses)[:_MAX_REMEMBERED]]))

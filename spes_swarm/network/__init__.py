@@ -2,7 +2,8 @@
 
 Imports `base`, `protocol`, `config` and `port`.
 
-- `link`      connections: p2pd, framed streams, calls, the DHT, the swarm clock, reachability and relays
+- `transport` this peer's libp2p daemon (p2pd), and calls and streams through it
+- `link`      connections: framed streams, requests, the DHT, the swarm clock, reachability and relays
 - `round`     the rendezvous and the exchange of a round
 - `transfer`  peer-to-peer transfer of the reference
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 
 from spes_swarm.metrics import events
-from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.links import Links
 from spes_swarm.network.link.reach import ReachService
 from spes_swarm.network.link.relay import Relay
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.run_services import RunServices
+from spes_swarm.network.transport.daemon import Daemon
 
 _TEND_S = 2.0
 _FIRST_REVIEW_S = 10.0  # then as soon as there is a peer to ask; a founder starts without one

@@ -29,11 +29,11 @@ from spes_swarm.config.manifest import Manifest
 from spes_swarm.metrics import events
 from spes_swarm.network.connectivity import Connectivity
 from spes_swarm.network.diagnosis import stream_lines, task_lines
-from spes_swarm.network.link.daemon import Daemon, bootstrap, remove_stale_sockets
 from spes_swarm.network.link.manifest_query import ask_for_manifest, ask_for_tokenizer
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import report_loop_errors
 from spes_swarm.network.run_services import RunServices
+from spes_swarm.network.transport.daemon import Daemon, bootstrap, remove_stale_sockets
 from spes_swarm.port.commands import Commands, Notification, ProcessCommands, RunCommands
 from spes_swarm.port.messages import Command, Reply, RunSettings
 from spes_swarm.protocol.members.identity import Identity
@@ -161,7 +161,7 @@ class NetworkProcess(ProcessCommands):
         )
         self._watcher = asyncio.create_task(self._watch(self._daemon))
         admission = self._rpc.admission if self._rpc is not None else b""
-        self._rpc = Rpc(self._daemon.p2p, self.on_fault)
+        self._rpc = Rpc(self._daemon.transport, self.on_fault)
         self._rpc.admission = admission
         self._rpc.on_silence = self._replace_connection
         await self._rpc.start()

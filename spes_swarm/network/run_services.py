@@ -13,7 +13,6 @@ from spes_swarm.base.log import context, where_to_read
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.diagnosis import roster_lines
 from spes_swarm.network.discovery import REFRESH_S, Discovery
-from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.dht_records import Records, RunRecordValidator
 from spes_swarm.network.link.greetings import Greetings
 from spes_swarm.network.link.known_peers import KnownPeers
@@ -31,6 +30,7 @@ from spes_swarm.network.run_commands import RunCommandHandler
 from spes_swarm.network.run_state import RunState
 from spes_swarm.network.transfer.catching_up import CatchingUp
 from spes_swarm.network.transfer.transfer import Transfer
+from spes_swarm.network.transport.daemon import Daemon
 from spes_swarm.port.commands import Called, Listener
 from spes_swarm.port.messages import RunSettings
 from spes_swarm.protocol.members.identity import Identity
@@ -44,7 +44,7 @@ class RunServices:
     """Creates, connects, starts and ends the services of one run; `commands` executes the trainer's commands."""
 
     def __init__(self, listener: Listener, daemon: Daemon, rpc: Rpc, identity: Identity, settings: RunSettings) -> None:
-        run, p2p, on_fault = settings.manifest.run, daemon.p2p, self._on_fault
+        run, transport, on_fault = settings.manifest.run, daemon.transport, self._on_fault
         self._listener = listener
         self._daemon = daemon
         self._dht = RunDht(daemon, rpc, settings.manifest, on_fault, settings.tokenizer, settings.acts)
@@ -55,14 +55,14 @@ class RunServices:
         self._tasks: list[asyncio.Task[None]] = []
         announcer = self.announcer = Announcer(state, self._faults, self._dht.now, on_fault)
         guests = Guests(admits=door.admits, is_member=state.is_member)
-        proofs = Proofs(p2p, state, on_fault, guests, announcer.announce_soon, door.members.inviter)
+        proofs = Proofs(transport, state, on_fault, guests, announcer.announce_soon, door.members.inviter)
         known_peers = KnownPeers(settings.initial_peers)
         self.greetings = Greetings(rpc, state.roster, known_peers, self._own_maddrs, daemon.connections)
         discovery = self._discovery = Discovery(state, door, self.greetings, announcer, proofs, on_fault)
-        exchange = Exchange(p2p, rpc, state.run_id, ExchangeLimits.of(run.round), on_fault, guests)
-        audits = Audits(p2p, state, on_fault, guests, lambda: exchange.current, proofs)
+        exchange = Exchange(transport, rpc, state.run_id, ExchangeLimits.of(run.round), on_fault, guests)
+        audits = Audits(transport, state, on_fault, guests, lambda: exchange.current, proofs)
         stall_s, upload_mbps = run.round.stall_timeout_s, settings.upload_mbps
-        transfer = Transfer(p2p, rpc, state.run_id, state.reference, stall_s, on_fault, guests, upload_mbps)
+        transfer = Transfer(transport, rpc, state.run_id, state.reference, stall_s, on_fault, guests, upload_mbps)
         rendezvous = Rendezvous(
             rpc,
             identity,

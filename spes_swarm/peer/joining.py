@@ -25,7 +25,7 @@ from spes_swarm.data.run_tokenizer import run_tokenizer
 from spes_swarm.metrics import events
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
 from spes_swarm.network.client import no_answer
-from spes_swarm.network.link.daemon import listen_again, with_port
+from spes_swarm.network.transport.daemon import listen_again, with_port
 from spes_swarm.peer.barrier import await_training
 from spes_swarm.peer.local_data import held_out_batches
 from spes_swarm.peer.memory.capacity import choose_device

@@ -54,7 +54,7 @@ class ProcessCommands(Protocol):
         """Starts p2pd, replacing a running one; returns this peer's addresses."""
 
     async def bootstrap(self, *, maddrs: list[str], timeout_s: float) -> list[str]:
-        """Connects to the initial peers; see network.link.daemon.bootstrap.
+        """Connects to the initial peers; see network.transport.daemon.bootstrap.
 
         Raises:
             BootstrapError: none of them could be reached.

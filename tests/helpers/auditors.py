@@ -1,4 +1,4 @@
-"""Members of an exchange that was held in one process, with real daemons, after its commit."""
+"""Members of an exchange that was held in one process, after its commit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.taking_back import Previous
 from spes_swarm.protocol.rounds.track_record import TrackRecords
-from tests.helpers.hosts import MEMBERS, Host, hosts
+from tests.helpers.hosts import MEMBERS, Endpoint, connected
 from tests.helpers.rounds import BOUNDED, KEY, RUN_ID, UNBOUNDED, form, peer, small_layout
 
 LAYOUT = small_layout()
@@ -119,13 +119,12 @@ def kept(whether: bool) -> Previous:
 
 
 @asynccontextmanager
-async def auditors(states: list[RoundState], folder: Path | None = None) -> AsyncIterator[list[Auditor]]:
-    """The members, connected with each other."""
-    async with hosts(len(states)) as found:
+async def auditors(
+    states: list[RoundState], folder: Path | None = None, *, real: bool = False
+) -> AsyncIterator[list[Auditor]]:
+    """The members, connected with each other, in memory or through daemons."""
+    async with connected(len(states), real=real) as found:
         by_id = {host.peer_id: host for host in found}
-        for host in found[1:]:
-            for other in found[: found.index(host)]:
-                await host.connect(other)
         started = [await auditor(by_id[state.averaging.peer_ids[state.me]], state, folder) for state in states]
         try:
             yield started
@@ -138,7 +137,7 @@ async def auditors(states: list[RoundState], folder: Path | None = None) -> Asyn
             await asyncio.sleep(0.1)
 
 
-async def auditor(host: Host, state: RoundState, folder: Path | None) -> Auditor:
+async def auditor(host: Endpoint, state: RoundState, folder: Path | None) -> Auditor:
     settings = SimpleNamespace(proofs=None if folder is None else folder / host.peer_id)
     round_config = SimpleNamespace(round=SimpleNamespace(stall_timeout_s=STALL_S))
     roster = SimpleNamespace(swarm_round=lambda own_round: own_round)
@@ -146,7 +145,7 @@ async def auditor(host: Host, state: RoundState, folder: Path | None) -> Auditor
     me = SimpleNamespace(peer_id=host.peer_id)
     run_state: Any = SimpleNamespace(run_id=RUN_ID, roster=roster, identity=me, group=frozenset(), **vars(services))
     faults: list[tuple[str, ProtocolError]] = []
-    common = host.daemon.p2p, run_state, lambda *fault: faults.append(fault), MEMBERS
+    common = host.transport, run_state, lambda *fault: faults.append(fault), MEMBERS
     audits = Audits(*common, lambda: state, Proofs(*common))
     await audits.start()
     return Auditor(state, audits, faults)
@@ -174,7 +173,7 @@ def begin(members: list[Auditor]) -> None:
 async def asked(members: list[Auditor], hello: dict[str, Any], by: int = 0, whom: int = 1) -> list[Frame]:
     """What one member answers to another one."""
     other = members[1].state.averaging.peer_ids[whom]
-    async with open_channel(members[by].audits._p2p, other, f"{RUN_ID}/audit", 60.0) as channel:
+    async with open_channel(members[by].audits._transport, other, f"{RUN_ID}/audit", 60.0) as channel:
         await channel.send_hello(**hello)
         return [frame async for frame in frames_of(channel)]
 

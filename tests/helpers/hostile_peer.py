@@ -28,11 +28,12 @@ from spes_swarm.config.manifest import Manifest, open_manifest
 from spes_swarm.metrics import events
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.network import run_services
-from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
+from spes_swarm.network.link.wire import Channel, open_channel
 from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.network.round.exchange import Exchange
+from spes_swarm.network.transport.daemon import Daemon, bootstrap
+from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.port.commands import Called, Notification
 from spes_swarm.port.messages import CaughtUp, Presence, SwarmView
 from spes_swarm.protocol.averaging.commitments import Commitment
@@ -58,7 +59,7 @@ async def joined(maddr: str, identity: Identity) -> AsyncIterator[tuple[Daemon, 
     """A daemon of its own, connected to the run behind `maddr`."""
     daemon = await Daemon.start(identity.path, ["/ip4/127.0.0.1/tcp/0"])
     try:
-        rpc = Rpc(daemon.p2p, lambda peer_id, error: None)
+        rpc = Rpc(daemon.transport, lambda peer_id, error: None)
         await rpc.start()
         (peer_id,) = await bootstrap(daemon, [maddr], 60.0)
         yield daemon, rpc, open_manifest(await rpc.call(peer_id, "manifest", {}, 60.0), source=peer_id)
@@ -128,7 +129,7 @@ class HostileExchange(Exchange):
     async def _push(self, state: RoundState, reducer: int, parts: list[Part], deadline: float) -> None:
         peer_id = state.group.members[reducer].peer_id
         with contextlib.suppress(ProtocolError, *STREAM_ERRORS):
-            async with open_channel(self._p2p, peer_id, self._push_name, self._limits.stall_timeout_s) as channel:
+            async with open_channel(self._transport, peer_id, self._push_name, self._limits.stall_timeout_s) as channel:
                 if self.mode == "silent":
                     await asyncio.sleep(self._limits.timeout_s)
                 await channel.send_hello(group=state.group.id)
@@ -240,7 +241,7 @@ async def membership(
         settings, reference, contribution = settings_without_trainer(manifest, layout, maddr)
         listener = _Listener(directory)
         limits = ExchangeLimits.of(run.round)
-        exchange = make_exchange(daemon.p2p, rpc, manifest.run_id, limits, listener.on_fault, MEMBERS)
+        exchange = make_exchange(daemon.transport, rpc, manifest.run_id, limits, listener.on_fault, MEMBERS)
         with mock.patch.object(run_services, "Exchange", return_value=exchange):
             services = run_services.RunServices(listener, daemon, rpc, identity, settings)
         await services.start()

@@ -28,12 +28,13 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.model.sparse_model import build_model, layout_of
-from spes_swarm.network.link.daemon import bootstrap
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, serve_channel
+from spes_swarm.network.link.wire import Channel, serve_channel
 from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.transfer.donors import table_from_wire
+from spes_swarm.network.transport.daemon import bootstrap
+from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.protocol.averaging.commitments import SigningKey
 from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.consensus.codec import get_codec
@@ -163,13 +164,13 @@ async def attack(maddrs: Sequence[str], directory: Path, kind: str) -> None:
         run = manifest.run
         layout = layout_of(build_model(run.model.type, run.model.settings, 0, "cpu", on_meta=True))
         limits = ExchangeLimits.of(run.round)
-        exchange = Exchange(daemon.p2p, rpc, manifest.run_id, limits, lambda peer_id, error: None, MEMBERS)
+        exchange = Exchange(daemon.transport, rpc, manifest.run_id, limits, lambda peer_id, error: None, MEMBERS)
         if kind == "lying":
             await exchange.start()
         elif kind != "absent":
             for name in ("push", "pull"):
                 await serve_channel(
-                    daemon.p2p, f"{manifest.run_id}/{name}", _say_nothing, 1e6, lambda *fault: None, MEMBERS
+                    daemon.transport, f"{manifest.run_id}/{name}", _say_nothing, 1e6, lambda *fault: None, MEMBERS
                 )
         intruder = Intruder(identity, rpc, manifest, layout, exchange, kind, directory / "groups.jsonl")
         peers = await bootstrap(daemon, list(maddrs), 60.0)

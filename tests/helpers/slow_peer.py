@@ -28,9 +28,10 @@ import numpy as np
 
 from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
 from spes_swarm.network import run_services
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, open_channel
+from spes_swarm.network.link.wire import Channel, open_channel
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.round.rendezvous import Rendezvous, now
+from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.port.messages import CaughtUp
 from spes_swarm.protocol.meeting.gathering import POLL_S
 from spes_swarm.protocol.meeting.view import View
@@ -73,7 +74,7 @@ class SlowExchange(Exchange):
         last_s = min(LATE_SHARE * deadlines(self, state)[0], len(parts) * STALL_SHARE * stall_s)
         with suppress(ProtocolError, *STREAM_ERRORS):
             async with open_channel(
-                self._p2p, state.group.members[reducer].peer_id, self._push_name, stall_s
+                self._transport, state.group.members[reducer].peer_id, self._push_name, stall_s
             ) as channel:
                 await channel.send_hello(group=state.group.id)
                 for number, part in enumerate(parts, start=1):

@@ -30,12 +30,13 @@ from spes_swarm.monitor.history_file import read_meta
 from spes_swarm.monitor.options import parse_options
 from spes_swarm.monitor.watcher import NetworkOptions, Watcher, open_watcher
 from spes_swarm.network.link.clock import Timekeeper
-from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.dht_records import Records, RunRecordValidator, record_key
 from spes_swarm.network.link.proof_query import stream_name
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, Guests, serve_channel
+from spes_swarm.network.link.wire import Channel, Guests, serve_channel
 from spes_swarm.network.round.proofs import Proofs
+from spes_swarm.network.transport.daemon import Daemon, bootstrap
+from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.protocol.admission.exclusion import Exclusions
 from spes_swarm.protocol.averaging.commitments import Exchange
 from spes_swarm.protocol.averaging.proof import open_proof
@@ -84,7 +85,7 @@ class Node:
 async def node(number: int, known: tuple[str, ...] = (), *, port: int = 0) -> AsyncIterator[Node]:
     daemon = await Daemon.start(identity(number).path, [f"/ip4/127.0.0.1/tcp/{port}"])
     try:
-        rpc = Rpc(daemon.p2p, ignore)
+        rpc = Rpc(daemon.transport, ignore)
         await rpc.start()
         if known:
             await bootstrap(daemon, known, 60.0)
@@ -312,7 +313,7 @@ async def proven_liar(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
             group=frozenset(),
         )
         strangers = Guests(admits=lambda peer_id: True, is_member=lambda peer_id: False)
-        proofs = Proofs(accuser.daemon.p2p, run_state, ignore, strangers)
+        proofs = Proofs(accuser.daemon.transport, run_state, ignore, strangers)
         await proofs.start()
         await accuser.publish(name="ada", proven=[culprit])
         arguments = ["--initial-peers", accuser.maddr, "--faults"]
@@ -345,7 +346,7 @@ async def refused_proof() -> None:
         def note(peer_id: str, error: ProtocolError) -> None:
             faults.append(f"{error.kind} {peer_id}")
 
-        await serve_channel(member.daemon.p2p, stream_name(manifest().run_id), serve, 30.0, note, door)
+        await serve_channel(member.daemon.transport, stream_name(manifest().run_id), serve, 30.0, note, door)
         async with watching(options(member.maddr)) as watcher:
             with suppress(*STREAM_ERRORS), pytest.raises(ProtocolError, match="refuses to send its proofs"):
                 await watcher.fetch_proof(member.identity.peer_id, identity(0).peer_id)  # the answer may be lost
@@ -366,7 +367,7 @@ def test_a_peer_that_sends_for_ever_is_cut_off(endless: bytes) -> None:
                     await channel.send(Frame(FrameKind.DATA, payload=endless))
 
             everybody = Guests(admits=lambda peer_id: True, is_member=lambda peer_id: False)
-            await serve_channel(member.daemon.p2p, stream_name(manifest().run_id), serve, 30.0, ignore, everybody)
+            await serve_channel(member.daemon.transport, stream_name(manifest().run_id), serve, 30.0, ignore, everybody)
             async with watching(options(member.maddr)) as watcher:
                 with pytest.raises(ProtocolError, match="at most 16777216 bytes"):
                     await watcher.fetch_proof(member.identity.peer_id, identity(0).peer_id)

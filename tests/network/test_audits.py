@@ -1,4 +1,4 @@
-"""Audits among real daemons, after an exchange that was held in one process."""
+"""Audits among peers, after an exchange that was held in one process."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def audits_are_thorough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(audits_module, "num_audits", lambda num_members: 1000)
 
 
-def test_a_liar_is_proven_by_what_the_others_show(tmp_path: Path) -> None:
+@pytest.mark.parametrize("real", [False, True], ids=["in memory", "through daemons"])
+def test_a_liar_is_proven_by_what_the_others_show(tmp_path: Path, real: bool) -> None:
     states = exchanged()
     liar = states[0].averaging.peer_ids[LIAR]
 
     async def test() -> None:
-        async with auditors(states, tmp_path) as members:
+        async with auditors(states, tmp_path, real=real) as members:
             begin(members)
             for each in members:
                 await each.done()

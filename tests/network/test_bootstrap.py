@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from spes_swarm.base.errors import AddressError, BootstrapError
-from spes_swarm.network.link.daemon import Daemon, WrongAddressError, bootstrap
+from spes_swarm.network.transport.daemon import Daemon, WrongAddressError, bootstrap
 from tests.helpers.rounds import identity
 
 pytestmark = pytest.mark.slow

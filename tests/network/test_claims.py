@@ -58,7 +58,7 @@ def claim(others: Others, want: int, monkeypatch: pytest.MonkeyPatch) -> tuple[t
     monkeypatch.setattr(run_commands, "REFRESH_S", 0.0)
     layout = tiny_layout()
     settings, *_vectors = settings_without_trainer(found_run(run_config(), layout.digest, identity(0)), layout)
-    stub: Any = SimpleNamespace(p2p=None, peer_id=ME, connections=None)
+    stub: Any = SimpleNamespace(transport=None, peer_id=ME, connections=None)
     services = RunServices(stub, stub, stub, identity(0), settings)
     records: Any = LeasesOfOthers(others)
     services._discovery.open(records)

@@ -1,10 +1,8 @@
-"""The side that asked closes a stream, once it has everything. Real daemons, no training."""
+"""The side that asked closes a stream, once it has everything. Through real daemons and in memory, without training."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import (
     Channel,
-    StreamHandler,
+    ChannelHandler,
     open_channel,
     serve_channel,
 )
@@ -22,19 +20,11 @@ from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
-from tests.helpers.hosts import MEMBERS, Host, hosts, run
+from tests.helpers.hosts import MEMBERS, connected, run
 from tests.helpers.rounds import KEY, RUN_ID, UNBOUNDED, form, identities, identity, peer, small_layout
 
 LONG_S = 60.0  # for what succeeds
 SHORT_S = 0.5  # for what is expected to run into its deadline
-
-
-@asynccontextmanager
-async def connected() -> AsyncIterator[tuple[Host, Host]]:
-    """A server, and a client that is connected to it."""
-    async with hosts(2) as (server, client):
-        await client.connect(server)
-        yield server, client
 
 
 async def is_open(channel: Channel) -> bool:
@@ -59,12 +49,15 @@ async def refuses(channel: Channel) -> None:
     raise ProtocolError("group", "no round of that group is open here")
 
 
+@pytest.mark.parametrize("real", [False, True], ids=["in memory", "through daemons"])
 @pytest.mark.parametrize("handler", [answers, refuses])
-def test_a_stream_that_has_been_served_stays_open_until_the_other_side_closes_it(handler: StreamHandler) -> None:
+def test_a_stream_that_has_been_served_stays_open_until_the_other_side_closes_it(
+    handler: ChannelHandler, real: bool
+) -> None:
     async def test() -> None:
-        async with connected() as (server, client):
-            await serve_channel(server.daemon.p2p, "stream", handler, LONG_S, lambda peer_id, error: None, MEMBERS)
-            async with open_channel(client.daemon.p2p, server.peer_id, "stream", LONG_S) as channel:
+        async with connected(2, real=real) as (server, client):
+            await serve_channel(server.transport, "stream", handler, LONG_S, lambda peer_id, error: None, MEMBERS)
+            async with open_channel(client.transport, server.peer_id, "stream", LONG_S) as channel:
                 await channel.send_hello()
                 assert (await channel.receive(1000)).kind in (FrameKind.END, FrameKind.ERROR)
                 await channel.send_hello()  # made in advance: no reason to close, either
@@ -73,7 +66,8 @@ def test_a_stream_that_has_been_served_stays_open_until_the_other_side_closes_it
     run(test)
 
 
-def test_a_member_has_been_served_once_it_closes_its_stream() -> None:
+@pytest.mark.parametrize("real", [False, True], ids=["in memory", "through daemons"])
+def test_a_member_has_been_served_once_it_closes_its_stream(real: bool) -> None:
     """Only then may a reducer leave: what its daemon has not forwarded would end with it."""
     layout = small_layout()
     initial_N = np.zeros(layout.num_elements, np.float32)
@@ -89,13 +83,13 @@ def test_a_member_has_been_served_once_it_closes_its_stream() -> None:
     ]
 
     async def test() -> None:
-        async with connected() as (server, client):
+        async with connected(2, real=real) as (server, client):
             reducer, puller = group.index_of(server.peer_id), group.index_of(client.peer_id)
             assert reducer is not None
             assert puller is not None
             faults: list[ProtocolError] = []
             exchange = Exchange(
-                server.daemon.p2p,
+                server.transport,
                 server.rpc,
                 RUN_ID,
                 ExchangeLimits(LONG_S, LONG_S),
@@ -104,13 +98,13 @@ def test_a_member_has_been_served_once_it_closes_its_stream() -> None:
             )
             await exchange.start()
             round_of_reducer = asyncio.create_task(exchange.run(states[reducer]))
-            async with open_channel(client.daemon.p2p, server.peer_id, f"{RUN_ID}/push", LONG_S) as channel:
+            async with open_channel(client.transport, server.peer_id, f"{RUN_ID}/push", LONG_S) as channel:
                 await channel.send_hello(group=group.id)
                 for part in plan.pushes(puller, reducer):
                     await channel.send(states[puller].contributions.push_frame(part))
                 await channel.end()
             num_bytes = 0
-            async with open_channel(client.daemon.p2p, server.peer_id, f"{RUN_ID}/pull", LONG_S) as channel:
+            async with open_channel(client.transport, server.peer_id, f"{RUN_ID}/pull", LONG_S) as channel:
                 await channel.send_hello(group=group.id, parts=b"")
                 while (frame := await channel.receive(1 << 16)).kind is not FrameKind.END:
                     num_bytes += len(frame.payload)

@@ -26,7 +26,6 @@ from hivemind.utils import ValueWithExpiration, get_dht_time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_swarm.network.link.daemon import Daemon, bootstrap
 from spes_swarm.network.link.dht_records import (
     MAX_LIFETIME_S,
     MAX_RECORD_BYTES,
@@ -36,6 +35,7 @@ from spes_swarm.network.link.dht_records import (
     record_key,
 )
 from spes_swarm.network.link.run_dht import bound_dht_storage
+from spes_swarm.network.transport.daemon import Daemon, bootstrap
 from spes_swarm.protocol.admission.grants import MAX_ADMISSION_BYTES
 from spes_swarm.protocol.members.identity import Identity, verify
 from spes_swarm.protocol.members.record_cache import VerifiedRecords

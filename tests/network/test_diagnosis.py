@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 
@@ -20,22 +19,22 @@ from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network import client
 from spes_swarm.network.client import NetworkClient
 from spes_swarm.network.diagnosis import exchange_lines, roster_lines, stream_lines, task_lines
-from spes_swarm.network.link.daemon import _Output
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import open_channel
 from spes_swarm.network.process import NetworkProcess
 from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.run_services import RunServices
+from spes_swarm.network.transport.daemon import _Output
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.meeting.gathering import Gathering
 from spes_swarm.protocol.members.roster import Roster
 from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.rounds.plan import make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
-from spes_swarm.protocol.version import with_version
 from tests.helpers import rounds
 from tests.helpers.hosts import MEMBERS
+from tests.helpers.memory_network import MemoryNetwork
 from tests.helpers.records import progress
 from tests.helpers.tiny_model import tiny_layout
 
@@ -83,9 +82,9 @@ def test_an_exchange_that_takes_too_long_is_reported_before_anybody_is_given_up(
         await asyncio.Event().wait()
 
     async def hold() -> None:
-        p2p: Any = SimpleNamespace(call_binary_stream_handler=silence)
+        transport: Any = SimpleNamespace(open_stream=silence)
         rpc: Any = SimpleNamespace(call=silence)
-        exchange = Exchange(p2p, rpc, "run", ExchangeLimits(stall_timeout_s=60.0, timeout_s=0.5), ignore, MEMBERS)
+        exchange = Exchange(transport, rpc, "run", ExchangeLimits(stall_timeout_s=60.0, timeout_s=0.5), ignore, MEMBERS)
         try:
             await exchange.run(state, on_late=lambda: reports.append(list(exchange.describe())))
         except RoundError:
@@ -136,13 +135,13 @@ def test_open_streams_are_shown_until_they_are_closed() -> None:
     async def talk() -> tuple[list[str], list[str]]:
         here, there = socket.socketpair()
 
-        async def call(peer_id: Any, name: str) -> Any:
-            return (None, *await asyncio.open_connection(sock=here))
+        async def connect(peer_id: str, name: str, timeout_s: float) -> Any:
+            return await asyncio.open_connection(sock=here)
 
-        p2p: Any = SimpleNamespace(call_binary_stream_handler=call)
+        transport: Any = SimpleNamespace(open_stream=connect)
         peer = rounds.identity(0).peer_id
         with there:
-            async with open_channel(p2p, peer, "run/push", 60.0):
+            async with open_channel(transport, peer, "run/push", 60.0):
                 during = [line for line in stream_lines() if peer in line]
         return during, [line for line in stream_lines() if peer in line]
 
@@ -228,14 +227,13 @@ def test_a_call_that_fails_here_is_logged_here(caplog: pytest.LogCaptureFixture)
         raise ValueError("planted")
 
     async def serve() -> None:
-        p2p: Any = SimpleNamespace()
-        rpc = Rpc(p2p, ignore)
+        network = MemoryNetwork()
+        rpc = Rpc(network.join("called"), ignore)
+        await rpc.start()
         await rpc.serve("fail", planted)
-        request = SimpleNamespace(metadata=msgpack.packb(with_version({"method": "fail", "arguments": {}})))
-        context: Any = SimpleNamespace(remote_id="caller")
-        await rpc.rpc_call(request, context)
+        await Rpc(network.join("caller"), ignore).call("called", "fail", {}, 60.0)
 
-    with pytest.raises(ValueError, match="planted"):
+    with pytest.raises(ConnectionError, match="planted"):
         asyncio.run(serve())
     (record,) = caplog.records
     assert record.message == "a call of caller failed"

@@ -1,4 +1,4 @@
-"""What strangers may hold of streams and calls: a small part, so that members are served. Real daemons, no training."""
+"""What strangers may hold of streams and calls: a small part, so that members are served. No training."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link import rpc as rpc_module
 from spes_swarm.network.link import wire
 from spes_swarm.network.link.rpc import RemoteError
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, Guests, open_channel, serve_channel
+from spes_swarm.network.link.wire import Channel, Guests, open_channel, serve_channel
+from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
-from tests.helpers.hosts import Host, hosts, run
+from tests.helpers.hosts import Endpoint, connected, run
 
 LONG_S = 60.0  # for what succeeds
 
@@ -28,7 +29,7 @@ async def echo(channel: Channel) -> None:
 class Door:
     """A server of a stream whose members are known to it; everybody is admitted except `unwanted`."""
 
-    def __init__(self, server: Host, members: set[str], unwanted: str = "") -> None:
+    def __init__(self, server: Endpoint, members: set[str], unwanted: str = "") -> None:
         self.server = server
         self.members = members
         self.unwanted = unwanted
@@ -36,14 +37,14 @@ class Door:
 
     async def open(self) -> None:
         guests = Guests(lambda peer_id: peer_id != self.unwanted, lambda peer_id: peer_id in self.members)
-        await serve_channel(self.server.daemon.p2p, "stream", echo, LONG_S, self.note, guests)
+        await serve_channel(self.server.transport, "stream", echo, LONG_S, self.note, guests)
 
     def note(self, peer_id: str, error: ProtocolError) -> None:
         self.faults.append((peer_id, error.kind))
 
-    async def answer(self, client: Host, stack: list[Any]) -> str:
+    async def answer(self, client: Endpoint, stack: list[Any]) -> str:
         """Opens a stream that stays open; returns the kind of the error, empty if it is served."""
-        opened = open_channel(client.daemon.p2p, self.server.peer_id, "stream", LONG_S)
+        opened = open_channel(client.transport, self.server.peer_id, "stream", LONG_S)
         channel = await opened.__aenter__()
         stack.append(opened)
         try:
@@ -59,13 +60,13 @@ async def close(stack: list[Any]) -> None:
         await stack.pop().__aexit__(None, None, None)
 
 
-def test_who_is_not_admitted_is_told_so_and_the_stream_ends() -> None:
+@pytest.mark.parametrize("real", [False, True], ids=["in memory", "through daemons"])
+def test_who_is_not_admitted_is_told_so_and_the_stream_ends(real: bool) -> None:
     async def test() -> None:
-        async with hosts(2) as (server, client):
-            await client.connect(server)
+        async with connected(2, real=real) as (server, client):
             door = Door(server, members={client.peer_id}, unwanted=client.peer_id)
             await door.open()
-            async with open_channel(client.daemon.p2p, server.peer_id, "stream", LONG_S) as channel:
+            async with open_channel(client.transport, server.peer_id, "stream", LONG_S) as channel:
                 with suppress(*STREAM_ERRORS):  # the answer may be lost
                     answer = await channel.receive(1000)  # without a frame of its own
                     assert answer.error_text().startswith("stranger: ")
@@ -81,9 +82,7 @@ def test_strangers_share_a_few_slots_and_members_are_served_all_the_same(monkeyp
     monkeypatch.setattr(wire, "MAX_STREAMS_PER_STRANGER", 2)
 
     async def test() -> None:
-        async with hosts(4) as (server, one, other, member):
-            for client in (one, other, member):
-                await client.connect(server)
+        async with connected(4) as (server, one, other, member):
             door = Door(server, members={member.peer_id})
             await door.open()
             held: list[Any] = []
@@ -105,15 +104,13 @@ def test_a_silent_stranger_loses_its_slot_after_seconds(monkeypatch: pytest.Monk
     monkeypatch.setattr(wire, "MAX_STREAMS_OF_STRANGERS", 1)
 
     async def test() -> None:
-        async with hosts(3) as (server, stranger, member):
-            for client in (stranger, member):
-                await client.connect(server)
+        async with connected(3) as (server, stranger, member):
             door = Door(server, members={member.peer_id})
             await door.open()
             held: list[Any] = []
             async with (
-                open_channel(stranger.daemon.p2p, server.peer_id, "stream", LONG_S) as silent,
-                open_channel(member.daemon.p2p, server.peer_id, "stream", LONG_S) as patient,
+                open_channel(stranger.transport, server.peer_id, "stream", LONG_S) as silent,
+                open_channel(member.transport, server.peer_id, "stream", LONG_S) as patient,
             ):
                 with pytest.raises(EOFError):
                     await silent.receive(1000)
@@ -127,14 +124,13 @@ def test_a_silent_stranger_loses_its_slot_after_seconds(monkeypatch: pytest.Monk
     run(test)
 
 
-def test_strangers_calls_do_not_keep_out_those_of_members(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("real", [False, True], ids=["in memory", "through daemons"])
+def test_strangers_calls_do_not_keep_out_those_of_members(monkeypatch: pytest.MonkeyPatch, real: bool) -> None:
     monkeypatch.setattr(rpc_module, "MAX_CALLS_OF_STRANGERS", 3)
     monkeypatch.setattr(rpc_module, "MAX_CALLS_PER_STRANGER", 2)
 
     async def test() -> None:
-        async with hosts(4) as (server, one, other, member):
-            for client in (one, other, member):
-                await client.connect(server)
+        async with connected(4, real=real) as (server, one, other, member):
             server.rpc.is_member = lambda peer_id: peer_id == member.peer_id
             arrived: asyncio.Queue[str] = asyncio.Queue()
             over = asyncio.Event()
@@ -147,7 +143,7 @@ def test_strangers_calls_do_not_keep_out_those_of_members(monkeypatch: pytest.Mo
 
             await server.rpc.serve("hold", hold)
 
-            async def call(client: Host, *, waits: bool = False) -> dict[str, Any]:
+            async def call(client: Endpoint, *, waits: bool = False) -> dict[str, Any]:
                 return await client.rpc.call(server.peer_id, "hold", {"waits": waits}, LONG_S)
 
             held = []

@@ -1,4 +1,4 @@
-"""For how long an exchange waits for a member that sends nothing yet. Real daemons, no training."""
+"""For how long an exchange waits for a member that sends nothing yet. No training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spes_swarm.protocol.rounds.plan import Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group
 from spes_swarm.protocol.rounds.vouchers import vouchers
-from tests.helpers.hosts import MEMBERS, Host, hosts, run
+from tests.helpers.hosts import MEMBERS, Endpoint, connected, run
 from tests.helpers.rounds import KEY, RUN_ID, UNBOUNDED, form, identities, identity, peer, small_layout
 
 LAYOUT = small_layout()
@@ -38,7 +38,7 @@ class Meeting:
     group: Group
     plan: Plan
     states: list[RoundState]
-    slow_host: Host
+    slow_host: Endpoint
     rounds: list[asyncio.Task[CommitReport]] = field(default_factory=list)
     faults: list[ProtocolError] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class Meeting:
             pushes = self.plan.pushes(self.slow, member)
             if pushes:
                 to = self.group.members[member].peer_id
-                async with open_channel(self.slow_host.daemon.p2p, to, f"{RUN_ID}/push", 60.0) as channel:
+                async with open_channel(self.slow_host.transport, to, f"{RUN_ID}/push", 60.0) as channel:
                     await channel.send_hello(group=self.group.id)
                     for part in pushes:
                         await channel.send(self.states[self.slow].contributions.push_frame(part))
@@ -72,7 +72,9 @@ def always_late(state: RoundState) -> None:
 
 
 @asynccontextmanager
-async def meeting(pace: float, doubted: Sequence[str] = (), *, known_as_late: bool = False) -> AsyncIterator[Meeting]:
+async def meeting(
+    pace: float, doubted: Sequence[str] = (), *, known_as_late: bool = False, real: bool = False
+) -> AsyncIterator[Meeting]:
     initial_N = np.zeros(LAYOUT.num_elements, np.float32)
     ids = [who.peer_id for who in identities(4)]
     members = [
@@ -94,11 +96,8 @@ async def meeting(pace: float, doubted: Sequence[str] = (), *, known_as_late: bo
         RoundState(group, plan, i, who.reference, who.live_N, get_codec("fp32"), UNBOUNDED, KEY)
         for i, who in enumerate(members)
     ]
-    async with hosts(4) as found:
+    async with connected(4, real=real) as found:
         by_id = {host.peer_id: host for host in found}
-        for host in found[1:]:
-            for other in found[: found.index(host)]:
-                await host.connect(other)
         meets = Meeting(group, plan, states, by_id[SLOW])
         exchanges: list[tuple[Exchange, RoundState]] = []
         for state, member in zip(states, group.members, strict=True):
@@ -107,7 +106,7 @@ async def meeting(pace: float, doubted: Sequence[str] = (), *, known_as_late: bo
                     always_late(state)
                 host = by_id[member.peer_id]
                 exchange = Exchange(
-                    host.daemon.p2p, host.rpc, RUN_ID, LIMITS, lambda _, error: meets.faults.append(error), MEMBERS
+                    host.transport, host.rpc, RUN_ID, LIMITS, lambda _, error: meets.faults.append(error), MEMBERS
                 )
                 await exchange.start()
                 exchanges.append((exchange, state))
@@ -124,10 +123,14 @@ def included(meets: Meeting) -> set[frozenset[int]]:
     return {result.included for state in meets.states for result in state.results.known.values()}
 
 
-@pytest.mark.parametrize("pace", [0.0, 1.0], ids=["before anything was measured", "afterwards"])
-def test_a_member_that_was_never_late_is_waited_for(pace: float) -> None:
+@pytest.mark.parametrize(
+    ("pace", "real"),
+    [(0.0, False), (1.0, False), (1.0, True)],
+    ids=["before anything was measured", "afterwards", "through daemons"],
+)
+def test_a_member_that_was_never_late_is_waited_for(pace: float, real: bool) -> None:
     async def test() -> None:
-        async with meeting(pace) as meets:
+        async with meeting(pace, real=real) as meets:
             await asyncio.sleep(4 * SHORT_S)
             assert not any(task.done() for task in meets.rounds)
             await meets.send()

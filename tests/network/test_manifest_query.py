@@ -13,10 +13,10 @@ from blake3 import blake3
 from spes_swarm.base.decoding import MAX_TOKENIZER_BYTES
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import found_run
-from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.manifest_query import ask_for_tokenizer
 from spes_swarm.network.link.rpc import RemoteError, Rpc
 from spes_swarm.network.link.run_dht import RunDht
+from spes_swarm.network.transport.daemon import Daemon
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.rounds import identity
 

@@ -1,4 +1,4 @@
-"""Proofs among real daemons: kept, passed on, and what they exclude."""
+"""Proofs among peers: kept, passed on, and what they exclude."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hivemind.p2p import P2P
 
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.proof_query import fetch_proof, stream_name
 from spes_swarm.network.link.wire import Channel, serve_channel
 from spes_swarm.network.round import proofs as proofs_module
 from spes_swarm.network.round.proofs import Proofs
+from spes_swarm.network.transport.interface import Transport
 from spes_swarm.protocol.averaging.proof import open_proof
 from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.rounds.track_record import TrackRecords
-from tests.helpers.hosts import MEMBERS, hosts, run
+from tests.helpers.hosts import MEMBERS, connected, run
 from tests.helpers.records import progress
 from tests.helpers.rounds import identity
 from tests.helpers.signed_exchange import RUN_ID, proof_against
@@ -37,7 +37,7 @@ class Keeper:
     """A peer with proofs."""
 
     peer_id: str
-    p2p: P2P
+    transport: Transport
     run: Any
     proofs: Proofs = field(init=False)
     faults: list[tuple[str, ProtocolError]] = field(default_factory=list)
@@ -76,13 +76,11 @@ def noted(peer_id: str, error: ProtocolError) -> None:
 
 
 @asynccontextmanager
-async def keepers(*folders: Path | None, silent: int = -1) -> AsyncIterator[list[Keeper]]:
-    """Connected peers with folders for their proofs; one of them may answer nothing."""
-    async with hosts(len(folders)) as found:
+async def keepers(*folders: Path | None, silent: int = -1, real: bool = False) -> AsyncIterator[list[Keeper]]:
+    """Connected peers, in memory or with daemons, with folders for their proofs; one of them may answer nothing."""
+    async with connected(len(folders), real=real) as found:
         made: list[Keeper] = []
         for host, folder in zip(found, folders, strict=True):
-            for other in found[: len(made)]:
-                await host.connect(other)
             standing = Standing()
             standing.committed(0.0, [LIAR.peer_id], ())
             state: Any = SimpleNamespace(
@@ -95,21 +93,22 @@ async def keepers(*folders: Path | None, silent: int = -1) -> AsyncIterator[list
                 identity=SimpleNamespace(peer_id=host.peer_id),
                 group=frozenset(),
             )
-            keeper = Keeper(host.peer_id, host.daemon.p2p, state)
+            keeper = Keeper(host.peer_id, host.transport, state)
             keeper.proofs = Proofs(
-                host.daemon.p2p, state, lambda *fault, to=keeper: to.faults.append(fault), MEMBERS, keeper.tell
+                host.transport, state, lambda *fault, to=keeper: to.faults.append(fault), MEMBERS, keeper.tell
             )
             if len(made) == silent:
-                await serve_channel(host.daemon.p2p, stream_name(RUN_ID), say_nothing, STALL_S, noted, MEMBERS)
+                await serve_channel(host.transport, stream_name(RUN_ID), say_nothing, STALL_S, noted, MEMBERS)
             else:
                 await keeper.proofs.start()
             made.append(keeper)
         yield made
 
 
-def test_a_proof_is_passed_on_verified_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("real", [False, True], ids=["in memory", "through daemons"])
+def test_a_proof_is_passed_on_verified_and_kept(tmp_path: Path, real: bool) -> None:
     async def test() -> None:
-        async with keepers(None, tmp_path) as (first, second):
+        async with keepers(None, tmp_path, real=real) as (first, second):
             await first.proofs.add(A_PROOF)
             await first.proofs.add(A_PROOF)
             assert first.told == 1
@@ -120,7 +119,7 @@ def test_a_proof_is_passed_on_verified_and_kept(tmp_path: Path) -> None:
             assert "it lied in round 7, part 5: it has signed two different results; it is excluded once" in str(error)
             assert second.told == 1
             assert not await second.reads(first)
-        async with keepers(None, tmp_path) as (_, again):
+        async with keepers(None, tmp_path, real=real) as (_, again):
             assert again.excluded == [LIAR.peer_id]
             assert again.run.tracks.conduct.doubts(LIAR.peer_id, 100) == ("proven",)
             assert not again.faults
@@ -229,7 +228,7 @@ def test_an_excluded_peer_gets_the_proof_against_itself_and_no_other() -> None:
             await first.proofs.add(proof_against(me))
             first.proofs._guests = replace(MEMBERS, admits=lambda peer_id: peer_id != me.peer_id)
             with pytest.raises(ProtocolError, match="refuses to send its proofs"):
-                await fetch_proof(second.p2p, first.peer_id, RUN_ID, LIAR.peer_id, STALL_S)
+                await fetch_proof(second.transport, first.peer_id, RUN_ID, LIAR.peer_id, STALL_S)
             second.proofs.ask_about_me(first.peer_id)
             assert await second.fetches()
             assert second.excluded == [me.peer_id]
@@ -301,9 +300,9 @@ def test_nobody_gets_proofs_without_end(is_member: bool, monkeypatch: pytest.Mon
             first.proofs._guests = replace(MEMBERS, is_member=lambda peer_id: is_member)
             await first.proofs.add(A_PROOF)
             for _ in range(2):
-                assert await fetch_proof(second.p2p, first.peer_id, RUN_ID, LIAR.peer_id, STALL_S) == A_PROOF
+                assert await fetch_proof(second.transport, first.peer_id, RUN_ID, LIAR.peer_id, STALL_S) == A_PROOF
             with pytest.raises(ProtocolError, match="refuses to send its proofs"):
-                await fetch_proof(second.p2p, first.peer_id, RUN_ID, LIAR.peer_id, STALL_S)
+                await fetch_proof(second.transport, first.peer_id, RUN_ID, LIAR.peer_id, STALL_S)
             assert [error.kind for _, error in first.faults] == ["proven", "budget"]
 
     run(test)

@@ -11,9 +11,9 @@ import pytest
 from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.base.errors import AddressError
 from spes_swarm.metrics.events import UNKNOWN_REACH, Reach
-from spes_swarm.network.link.daemon import Daemon, listen_again, port_is_free
 from spes_swarm.network.link.reach import _Answer, greets, judge
 from spes_swarm.network.link.rpc import RemoteError
+from spes_swarm.network.transport.daemon import Daemon, listen_again, port_is_free
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.hosts import hosts, run
 from tests.helpers.rounds import identity

@@ -43,7 +43,7 @@ def services_with(call: Any, notify: Callable[[Notification], None] = lambda not
     layout = tiny_layout()
     settings, *_vectors = settings_without_trainer(found_run(run_config(), layout.digest, identity(0)), layout)
     rpc: Any = SimpleNamespace(call=call)
-    daemon: Any = SimpleNamespace(p2p=None, peer_id=identity(0).peer_id, connections=None)
+    daemon: Any = SimpleNamespace(transport=None, peer_id=identity(0).peer_id, connections=None)
     listener: Any = SimpleNamespace(notify=notify)
     services = RunServices(listener, daemon, rpc, identity(0), settings)
     records: Any = FirstRecords()

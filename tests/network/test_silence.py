@@ -1,4 +1,4 @@
-"""Contributors that do not show their work, among real daemons, after an exchange that was held in one process."""
+"""Contributors that do not show their work, after an exchange that was held in one process."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""State transfer over libp2p: donors may die, stall or commit, and the newcomer may be cut off."""
+"""State transfer: donors may die, stall or commit, and the newcomer may be cut off."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -34,12 +32,16 @@ from tests.helpers.transfer_net import (
 
 
 @pytest.fixture(scope="module")
-def net() -> Iterator[Net]:
-    with running_net() as daemons:
-        yield daemons
+def net(request: pytest.FixtureRequest) -> Iterator[Net]:
+    with running_net(real=getattr(request, "param", False)) as found:
+        yield found
+
+
+IN_BOTH = pytest.mark.parametrize("net", [False, True], ids=["in memory", "through daemons"], indirect=True)
 
 
 @pytest.mark.slow
+@IN_BOTH
 def test_a_newcomer_fetches_from_all_donors(net: Net) -> None:
     async def test() -> None:
         async with net.peers(3) as (newcomer, donors):
@@ -77,6 +79,7 @@ def test_a_peer_that_was_away_fetches_only_what_has_changed(net: Net) -> None:
 
 
 @pytest.mark.slow
+@IN_BOTH
 def test_a_killed_donor_costs_only_its_unfinished_chunks(net: Net) -> None:
     async def test() -> None:
         async with net.peers(3) as (newcomer, donors):
@@ -95,7 +98,7 @@ def test_a_killed_donor_costs_only_its_unfinished_chunks(net: Net) -> None:
                         await send_whole(channel, number, payload)
                     elif donor is victim:
                         await channel.send(next(iter(piece_frames(number, payload, 1))))
-                        os.kill(victim.daemon.pid, signal.SIGKILL)
+                        net.kill(victim)
                     else:
                         await newcomer.saw_a_fault.wait()
                         await send_whole(channel, number, payload)
@@ -105,7 +108,7 @@ def test_a_killed_donor_costs_only_its_unfinished_chunks(net: Net) -> None:
             for donor in donors:
                 watch(donor)
             report = await newcomer.download()
-            assert not victim.daemon.is_alive
+            assert not net.is_alive(victim)
             assert_same(newcomer, donors[0])
             assert kept_bytes(report) == TOTAL_BYTES
             assert report.refetched_bytes < 3 * CHUNK_BYTES
@@ -168,7 +171,7 @@ def test_a_donor_without_a_complete_reference_gives_nothing(net: Net) -> None:
             await newcomer.download()
             assert_same(newcomer, donors[1])
             name = f"{newcomer.run_id}/fetch"
-            async with open_channel(newcomer.daemon.p2p, donors[0].peer_id, name, STALL_S) as channel:
+            async with open_channel(newcomer.transport, donors[0].peer_id, name, STALL_S) as channel:
                 await channel.send(request_frame({0: b"\0" * 32}))
                 assert "unready" in (await channel.receive(PIECE_BYTES)).error_text()
 
@@ -248,7 +251,7 @@ def test_a_block_under_way_stays_as_it_was_over_several_commits(net: Net) -> Non
                     if answer is not None:
                         return answer
 
-            async with open_channel(newcomer.daemon.p2p, donor.peer_id, name, STALL_S) as channel:
+            async with open_channel(newcomer.transport, donor.peer_id, name, STALL_S) as channel:
                 assert (await fetch(channel, 0)).values_N is not None
                 for number in (2, 3, 4):
                     with donor.transfer.round_under_way():
@@ -308,6 +311,7 @@ async def cut_at_half(newcomer: Node, partial: Path) -> int:
 
 
 @pytest.mark.slow
+@IN_BOTH
 def test_a_newcomer_that_comes_back_fetches_only_the_rest(net: Net, tmp_path: Path) -> None:
     async def test() -> None:
         async with net.peers(3, upload_mbps=16.0) as (newcomer, donors):
@@ -387,10 +391,10 @@ def test_a_stranger_and_its_address_may_fetch_the_reference_a_few_times(
             assert newcomer.kinds(donor) == {"refused"}
 
             # The address has one more for another identity.
-            await other.daemon.connect(next(m for m in await donor.daemon.maddrs() if "127.0.0.1" in m), 10.0)
+            await net.connect(other, donor)
             digests = donor.reference.table.chunk_digests
             wanted = [digest for block in digests for digest in block]
-            async with open_channel(other.daemon.p2p, donor.peer_id, f"{donor.run_id}/fetch", STALL_S) as channel:
+            async with open_channel(other.transport, donor.peer_id, f"{donor.run_id}/fetch", STALL_S) as channel:
                 arrivals = ChunkAssembler([chunk for block in LAYOUT.blocks for chunk in chunks_of(block)])
                 for number in range(NUM_CHUNKS):
                     await channel.send(arrivals.ask(number, wanted[number]))

@@ -30,9 +30,9 @@ from tests.helpers.transfer_net import (
 
 
 @pytest.fixture(scope="module")
-def net() -> Iterator[Net]:
-    with running_net() as daemons:
-        yield daemons
+def net(request: pytest.FixtureRequest) -> Iterator[Net]:
+    with running_net(real=getattr(request, "param", False)) as found:
+        yield found
 
 
 # In the middle of a transfer.
@@ -135,7 +135,12 @@ LIES: dict[str, tuple[Callable[[Channel, int, bytes], Awaitable[None]], set[str]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LIES)
+@pytest.mark.parametrize(
+    ("name", "net"),
+    [*((name, False) for name in LIES), ("wrong values", True), ("half a header", True)],
+    ids=[*LIES, "wrong values through daemons", "half a header through daemons"],
+    indirect=["net"],
+)
 def test_a_lone_liar_costs_a_few_chunks_and_is_named(net: Net, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     talk, kinds = LIES[name]
     monkeypatch.setattr(download_module, "_PATIENCE", 0.05)

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link.wire import MAX_EXTRA_BYTES, STREAM_ERRORS, Channel, report_loop_errors
+from spes_swarm.network.link.wire import MAX_EXTRA_BYTES, Channel, report_loop_errors
+from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.protocol.rounds.frames import MAX_ERROR_BYTES, Frame, FrameKind
 
 PATIENCE_S = 60.0  # for what succeeds

@@ -13,18 +13,18 @@ import msgpack
 import numpy as np
 import pytest
 from hivemind.dht import DHTNode
-from hivemind.p2p import P2P, PeerID
-from hivemind.proto import averaging_pb2
+from hivemind.p2p import P2P
 from hivemind.utils.timed_storage import get_dht_time
 
 from scripts.testing.forked_peer import ForkServer
 from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import Manifest
-from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.dht_records import MAX_RECORD_BYTES, record_key
 from spes_swarm.network.link.rpc import MAX_REQUEST_BYTES, Rpc
-from spes_swarm.network.link.wire import MAX_STREAMS_PER_PEER, STREAM_ERRORS, Channel, open_channel
+from spes_swarm.network.link.wire import MAX_STREAMS_PER_PEER, Channel, open_channel
+from spes_swarm.network.transport.daemon import Daemon
+from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.protocol.bitmap import num_bitmap_bytes
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease
@@ -64,6 +64,7 @@ class Stranger:
 
     def __init__(self, daemon: Daemon, rpc: Rpc, manifest: Manifest, target: LocalPeer, own: Identity) -> None:
         self.p2p: P2P = daemon.p2p
+        self.transport = daemon.transport
         self.rpc = rpc
         self.run_id = manifest.run_id
         self.target = target
@@ -84,7 +85,7 @@ class Stranger:
     async def on_stream(self, name: str, talk: Callable[[Channel], Any]) -> str:
         """Says something on a stream; returns the answer's error text, empty if the stream just ended."""
         try:
-            async with open_channel(self.p2p, self.target_id, f"{self.run_id}/{name}", 60.0) as channel:
+            async with open_channel(self.transport, self.target_id, f"{self.run_id}/{name}", 60.0) as channel:
                 await talk(channel)
                 while True:
                     frame = await channel.receive(1 << 20)
@@ -178,7 +179,6 @@ async def hold_silent_streams(stranger: Stranger) -> None:
 async def attack_calls(stranger: Stranger, other: Identity) -> None:
     await stranger.next_round()
     run, next_round = stranger.run_id, max(stranger.target.rounds()) + 1
-    stub = stranger.rpc.get_stub(stranger.p2p, PeerID.from_base58(stranger.target_id), namespace="spes_swarm")
     for garbage in (
         b"",
         b"\xc1",
@@ -190,9 +190,9 @@ async def attack_calls(stranger: Stranger, other: Identity) -> None:
         msgpack.packb({"version": [6, 0]}),
         msgpack.packb({"version": [2, -1], "method": "ping", "arguments": {}}),
     ):
-        response = await stub.rpc_call(averaging_pb2.DownloadData(metadata=garbage), timeout=60.0)
+        answer = await stranger.transport.call(stranger.target_id, "spes_swarm::Rpc.rpc_call", garbage, 60.0)
         kind = "oversized" if garbage == ENDLESS_MAP else "malformed"
-        assert kind in msgpack.unpackb(response.metadata)["error"]
+        assert kind in msgpack.unpackb(answer)["error"]
     await stranger.next_round()
     assert "oversized" in await stranger.calls("gather", junk=b"x" * MAX_REQUEST_BYTES)
     assert "unknown method" in await stranger.calls("nonsense")

@@ -17,10 +17,11 @@ from hivemind.dht import DHTNode
 
 from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.base.address import peer_id_of
-from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.dht_records import Records
 from spes_swarm.network.link.rpc import RefusedError
-from spes_swarm.network.link.wire import STREAM_ERRORS, open_channel
+from spes_swarm.network.link.wire import open_channel
+from spes_swarm.network.transport.daemon import Daemon
+from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.protocol.admission.grants import read_invitation
 from spes_swarm.protocol.members.records import Lease, Progress
 from spes_swarm.protocol.rounds.frames import FrameKind
@@ -125,7 +126,7 @@ async def _intrude(maddr: str, stolen: bytes) -> None:
                 await rpc.call(founder, method, run, PATIENCE_S)
         for name in ("push", "pull", "fetch"):
             with suppress(*STREAM_ERRORS):
-                async with open_channel(daemon.p2p, founder, f"{manifest.run_id}/{name}", PATIENCE_S) as channel:
+                async with open_channel(daemon.transport, founder, f"{manifest.run_id}/{name}", PATIENCE_S) as channel:
                     frame = await channel.receive(1 << 20)
                     assert (frame.kind, len(frame.payload) < 100) == (FrameKind.ERROR, True)
         expires = time.time() + 600

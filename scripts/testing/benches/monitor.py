@@ -34,9 +34,9 @@ from spes_swarm.monitor.collector import Collector
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.watcher import NetworkOptions, open_watcher
 from spes_swarm.network.link.clock import Timekeeper
-from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.dht_records import RunRecordValidator, record_key
 from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.transport.daemon import Daemon
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Lease, Progress
 from spes_swarm.protocol.members.round_metrics import PeerMetrics, telemetry_of
@@ -144,7 +144,7 @@ async def _serve_swarm(pipe: Connection, manifest: Manifest, identities: list[Id
     """Serves the swarm, in the process beside the monitor, until None arrives on the pipe."""
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     daemon = await Daemon.start(identities[0].path, ["/ip4/127.0.0.1/tcp/0"])
-    rpc = Rpc(daemon.p2p, _ignore)
+    rpc = Rpc(daemon.transport, _ignore)
     await rpc.start()
     await Timekeeper(rpc, manifest.run_id, daemon.peer_id, _ignore).serve()
 

@@ -38,10 +38,10 @@ from spes_swarm.config.manifest import open_manifest
 from spes_swarm.join import main as join
 from spes_swarm.metrics.events import SyncProgress
 from spes_swarm.model.sparse_model import build_model, layout_of
-from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import Guests
 from spes_swarm.network.transfer import transfer
+from spes_swarm.network.transport.daemon import Daemon
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.members.identity import Identity
 
@@ -117,7 +117,7 @@ async def _download(directory: Path, own: str, maddrs: Sequence[str]) -> None:
 
     identity = Identity.load_or_create(directory / "identity.key")
     daemon = await Daemon.start(identity.path, [f"/ip4/{own}/tcp/0"])
-    rpc = Rpc(daemon.p2p, complain)
+    rpc = Rpc(daemon.transport, complain)
     await rpc.start()
     donors = [await daemon.connect(maddr, 30.0) for maddr in maddrs]
     manifest = open_manifest(await rpc.call(donors[0], "manifest", {}, 30.0), source=donors[0])
@@ -125,7 +125,7 @@ async def _download(directory: Path, own: str, maddrs: Sequence[str]) -> None:
     layout = layout_of(build_model(model.type, model.settings, 0, "cpu", on_meta=True))
     nobody = Guests(admits=lambda peer_id: False, is_member=lambda peer_id: False)
     stall_s, reference = manifest.run.round.stall_timeout_s, Reference(layout, np.zeros(layout.num_elements, "f4"))
-    downloader = transfer.Transfer(daemon.p2p, rpc, manifest.run_id, reference, stall_s, complain, nobody)
+    downloader = transfer.Transfer(daemon.transport, rpc, manifest.run_id, reference, stall_s, complain, nobody)
     num_bytes = 0
     while True:
         downloader.reference = Reference(layout, np.zeros(layout.num_elements, "f4"))

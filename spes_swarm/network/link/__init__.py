@@ -1,4 +1,4 @@
 """Connections to other peers, and the requests sent over them.
 
-Start with `daemon` (p2pd), then `wire` (tensor streams) and `rpc` (small requests).
+Start with `wire` (tensor streams) and `rpc` (small requests).
 """

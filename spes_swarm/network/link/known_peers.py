@@ -18,7 +18,7 @@ from hivemind.dht import DHTNode
 from hivemind.p2p import PeerID
 
 from spes_swarm.base.address import peer_id_of, usable_peer_addresses
-from spes_swarm.network.link.daemon import Daemon
+from spes_swarm.network.transport.daemon import Daemon
 
 _MAX_PEERS = 128
 MAX_MADDRS = 8

@@ -13,9 +13,9 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from spes_swarm.base.address import tcp_endpoint
-from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.reach import greets
 from spes_swarm.network.link.relay import CIRCUIT, is_circuit
+from spes_swarm.network.transport.daemon import Daemon
 from spes_swarm.protocol.members.standing import Neighbour
 
 _DIRECT_TIMEOUT_S = 6.0  # libp2p itself gives a TCP connection five

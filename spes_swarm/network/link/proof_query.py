@@ -5,10 +5,9 @@ Members do so to exclude the culprit, and monitors to show it. What comes back i
 
 from __future__ import annotations
 
-from hivemind.p2p import P2P
-
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import open_channel
+from spes_swarm.network.transport.interface import Transport
 from spes_swarm.protocol.averaging.proof import MAX_PROOF_BYTES
 from spes_swarm.protocol.rounds.frames import FrameKind
 
@@ -21,7 +20,7 @@ def stream_name(run_id: str) -> str:
 
 
 async def fetch_proof(
-    p2p: P2P, peer_id: str, run_id: str, culprit: str, stall_s: float, max_bytes: int = MAX_PROOF_BYTES
+    transport: Transport, peer_id: str, run_id: str, culprit: str, stall_s: float, max_bytes: int = MAX_PROOF_BYTES
 ) -> bytes:
     """Fetches what a peer calls a proof against a culprit; empty if it has none.
 
@@ -30,7 +29,7 @@ async def fetch_proof(
         ProtocolError: it refuses, or sends more than `max_bytes`.
     """
     data = bytearray()
-    async with open_channel(p2p, peer_id, stream_name(run_id), stall_s) as channel:
+    async with open_channel(transport, peer_id, stream_name(run_id), stall_s) as channel:
         await channel.send_hello(culprit=culprit)
         while (frame := await channel.receive(FRAME_BYTES)).kind is FrameKind.DATA:
             data += frame.payload

@@ -18,8 +18,8 @@ from typing import Any
 from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.metrics import events
-from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.transport.daemon import Daemon
 
 _GREETING = b"\x13/multistream/1.0.0\n"
 _PROBE_TIMEOUT_S = 1.5  # time for one lost packet

@@ -16,13 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from typing import Any
 
-from hivemind.p2p import PeerID
+import base58
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link.daemon import Daemon
-from spes_swarm.network.link.wire import STREAM_ERRORS
+from spes_swarm.network.transport.daemon import Daemon
+from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.protocol.members.identity import protobuf_varint
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
@@ -146,11 +145,13 @@ class Relay:
 
     async def start(self) -> None:
         """Registers the handler, in place of p2pd's own relay."""
-        await self._daemon.p2p.add_binary_stream_handler(HOP, self._serve)
+        await self._daemon.transport.serve_streams(HOP, self._serve)
 
-    async def _serve(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, source: str, source_maddr: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         # A separate task: asyncio's, which calls this handler, logs an error if it is cancelled at the end.
-        task = asyncio.create_task(self._pass_on(str(info.peer_id), str(info.addr), reader, writer))
+        task = asyncio.create_task(self._pass_on(source, source_maddr, reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -199,7 +200,7 @@ class Relay:
             identifier = decode(peer).get(1) if isinstance(peer, bytes) else None
             if not isinstance(identifier, bytes):
                 raise _RefusedError(Status.MALFORMED_MESSAGE)
-            target = str(PeerID(identifier))
+            target: str = base58.b58encode(identifier).decode()
         except ProtocolError as exc:
             raise _RefusedError(Status.MALFORMED_MESSAGE) from exc
         # No circuits over circuits: they could form loops.
@@ -219,11 +220,11 @@ class Relay:
         if all(is_circuit(maddr) for maddr in (await self._daemon.connections()).get(target, [])):
             raise _RefusedError(Status.CONNECTION_FAILED)
         try:
-            _, reader, writer = await self._daemon.p2p.call_binary_stream_handler(PeerID.from_base58(target), _STOP)
-        except Exception as exc:  # the daemon's client raises its own types, derived from Exception directly
+            reader, writer = await self._daemon.transport.open_stream(target, _STOP, _SETUP_TIMEOUT_S)
+        except STREAM_ERRORS as exc:
             raise _RefusedError(Status.CONNECTION_FAILED) from exc
         try:
-            await _send(writer, [(1, _STOP_CONNECT), (2, encode([(1, PeerID.from_base58(source).to_bytes())]))])
+            await _send(writer, [(1, _STOP_CONNECT), (2, encode([(1, base58.b58decode(source))]))])
             answer = await _receive(reader)
             if answer.get(1) != _STOP_STATUS or answer.get(4) != Status.OK:
                 raise _RefusedError(Status.CONNECTION_FAILED)

@@ -1,4 +1,4 @@
-"""Small requests between peers: msgpack maps over one unary RPC of hivemind's `ServicerBase`.
+"""Small requests between peers: msgpack maps over one call of the transport.
 
 Its name has no version, so that peers of all later versions can tell each other theirs. Peers of version 1, under whose
 name it is served as well, get an answer that they show.
@@ -15,17 +15,16 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import msgpack
-from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
-from hivemind.proto import averaging_pb2
 
 from spes_swarm.base.decoding import MAX_MESSAGE_BYTES, unpack
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import FaultSink, Slots
+from spes_swarm.network.transport.interface import CallError, NotServedError, Transport
 from spes_swarm.protocol.version import with_version, without_version
 
 _LOGGER = logging.getLogger(__name__)
-_NAMESPACE, _NAMESPACE_1 = "spes_swarm", "spes_swarm/1"
-_NOT_SERVED = "protocols not supported"  # libp2p's words
+# As hivemind names a method `rpc_call` of a service `Rpc` in a namespace.
+_NAME, _NAME_1 = "spes_swarm::Rpc.rpc_call", "spes_swarm/1::Rpc.rpc_call"
 # The P2P daemon limits unary messages to 4 MiB; some of that is its own envelope.
 MAX_RPC_BYTES = (4 << 20) - 4096
 # Requests are small: the largest carries one signed message.
@@ -68,7 +67,7 @@ class Doorkeeper(Protocol):
         """Notes that another peer does not answer this one."""
 
 
-class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
+class Rpc:
     """Dispatches calls by method name. A method is served once `serve` has registered it.
 
     Attributes:
@@ -80,8 +79,8 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             using it for up to 40 s, and only a new connection helps.
     """
 
-    def __init__(self, p2p: P2P, on_fault: FaultSink) -> None:
-        self._p2p = p2p
+    def __init__(self, transport: Transport, on_fault: FaultSink) -> None:
+        self._transport = transport
         self.admission = b""  # of this peer to a private run
         self.door: Doorkeeper | None = None  # of the run, once it is open
         self._shown: OrderedDict[str, None] = OrderedDict()  # peers that have seen the admission
@@ -101,9 +100,9 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         )
 
     async def start(self) -> None:
-        """Registers the service with the P2P daemon."""
-        for namespace in (_NAMESPACE, _NAMESPACE_1):
-            await self.add_p2p_handlers(self._p2p, namespace=namespace)
+        """Registers the service with the transport."""
+        for name in (_NAME, _NAME_1):
+            await self._transport.serve_calls(name, self._answer)
 
     def open(self, door: Doorkeeper) -> None:
         """Lets a door decide from now on. It learns the admissions of all whom this peer calls, once each."""
@@ -156,28 +155,25 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
         timeout_s: float,
         *,
         shows: bool,
-        namespace: str = _NAMESPACE,
+        name: str = _NAME,
     ) -> dict[str, Any]:
         message = with_version({"method": method, "arguments": arguments})
         if shows:
             message["admission"] = self.admission
         if self.door is not None and self.door.digest:
             message["acts"] = self.door.digest
-        request = averaging_pb2.DownloadData(metadata=msgpack.packb(message, use_bin_type=True))
+        request = msgpack.packb(message, use_bin_type=True)
         try:
-            stub = self.get_stub(self._p2p, PeerID.from_base58(peer_id), namespace=namespace)
-            response = await stub.rpc_call(request, timeout=timeout_s)
+            response = await self._transport.call(peer_id, name, request, timeout_s)
         except TimeoutError:
             if timeout_s >= _PATIENT_S:
                 self._note_silence(peer_id)
             raise
-        except OSError:
-            raise
-        except Exception as exc:  # for failed calls, the daemon's client raises types derived from Exception directly
-            if _NOT_SERVED in str(exc) and namespace == _NAMESPACE:  # an answer shows that it has version 1
-                return await self._send(peer_id, method, arguments, timeout_s, shows=shows, namespace=_NAMESPACE_1)
+        except CallError as exc:
+            if isinstance(exc, NotServedError) and name == _NAME:  # an answer shows that it has version 1
+                return await self._send(peer_id, method, arguments, timeout_s, shows=shows, name=_NAME_1)
             raise ConnectionError(f"{method} at {peer_id}: {exc}") from exc
-        return without_version(unpack(response.metadata, MAX_RPC_BYTES), f"peer {peer_id}")
+        return without_version(unpack(response, MAX_RPC_BYTES), f"peer {peer_id}")
 
     def _note_sign_of_life(self, peer_id: str) -> None:
         self._unanswered.pop(peer_id, None)
@@ -195,12 +191,10 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             self._heard_at.pop(peer_id, None)
             self.on_silence(peer_id)
 
-    async def rpc_call(self, request: averaging_pb2.DownloadData, context: P2PContext) -> averaging_pb2.DownloadData:
-        """Serves one call."""
-        peer_id = str(context.remote_id)
+    async def _answer(self, peer_id: str, request: bytes) -> bytes:
         try:
             with self._slots.take(peer_id, is_member=self.is_member(peer_id)):
-                message = without_version(unpack(request.metadata, MAX_REQUEST_BYTES), "the caller")
+                message = without_version(unpack(request, MAX_REQUEST_BYTES), "the caller")
                 if not isinstance(message.get("arguments"), dict):
                     raise ProtocolError("malformed", "a call is a map of method and arguments")
                 answer = await self._respond(peer_id, message)
@@ -209,8 +203,8 @@ class Rpc(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
             answer = {"error": str(exc)}
         except Exception:
             _LOGGER.exception("a call of %s failed", peer_id)
-            raise  # hivemind answers
-        return averaging_pb2.DownloadData(metadata=msgpack.packb(with_version(answer), use_bin_type=True))
+            raise  # the transport tells the caller
+        return bytes(msgpack.packb(with_version(answer), use_bin_type=True))
 
     async def _respond(self, peer_id: str, message: dict[str, Any]) -> dict[str, Any]:
         refusal = await self.door.receive(peer_id, message) if self.door is not None else None

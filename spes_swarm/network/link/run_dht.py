@@ -28,10 +28,10 @@ from spes_swarm.base.decoding import MAX_TOKENIZER_BYTES, check_msgpack
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.network.link.clock import Timekeeper, give_to_hivemind
-from spes_swarm.network.link.daemon import Daemon
 from spes_swarm.network.link.door import Door
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import FaultSink
+from spes_swarm.network.transport.daemon import Daemon
 from spes_swarm.storage.acts_file import ActsFile
 
 _PIECE_BYTES = 1 << 20  # of a tokenizer, in one answer

@@ -23,19 +23,16 @@ from typing import Any, ClassVar, TypeVar
 from weakref import WeakSet
 
 import msgpack
-from hivemind.p2p import P2P, PeerID
 
 from spes_swarm.base.decoding import unpack
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.log import where_to_read
+from spes_swarm.network.transport.interface import STREAM_ERRORS, Transport
 from spes_swarm.protocol.rounds.frames import MAX_ERROR_BYTES, Frame, FrameKind
 from spes_swarm.protocol.version import with_version, without_version
 
 T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
-
-# A stream raises one of these if the other side dies, stalls or was never there.
-STREAM_ERRORS = (OSError, EOFError, asyncio.TimeoutError)
 
 _HEADER = struct.Struct("<BBHIdI")  # kind, form, extra bytes, part, weight, payload bytes
 MAX_EXTRA_BYTES = 1 << 15  # what goes along with a result: about a hundred bytes for each member
@@ -193,7 +190,7 @@ def _abort_unread(transport: asyncio.WriteTransport) -> None:
         transport.abort()
 
 
-StreamHandler = Callable[[Channel], Awaitable[None]]
+ChannelHandler = Callable[[Channel], Awaitable[None]]
 FaultSink = Callable[[str, ProtocolError], None]
 """Receives the id of a peer that broke the protocol, or with which an operation failed, and the error."""
 
@@ -207,20 +204,13 @@ class Guests:
 
 
 @asynccontextmanager
-async def open_channel(p2p: P2P, peer_id: str, name: str, timeout_s: float) -> AsyncIterator[Channel]:
+async def open_channel(transport: Transport, peer_id: str, name: str, timeout_s: float) -> AsyncIterator[Channel]:
     """Opens a stream to a peer's handler.
 
     Raises:
         STREAM_ERRORS: the peer cannot be reached in time or has no such handler.
     """
-    try:
-        _, reader, writer = await asyncio.wait_for(
-            p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), name), timeout_s
-        )
-    except STREAM_ERRORS:
-        raise
-    except Exception as exc:  # for failed dials, the daemon's client raises types derived from Exception directly
-        raise ConnectionError(f"cannot open {name} at {peer_id}: {exc}") from exc
+    reader, writer = await transport.open_stream(peer_id, name, timeout_s)
     channel = Channel(peer_id, reader, writer, timeout_s, name)
     try:
         yield channel
@@ -260,7 +250,7 @@ class Slots:
 
 
 async def serve_channel(
-    p2p: P2P, name: str, handler: StreamHandler, timeout_s: float, on_fault: FaultSink, guests: Guests
+    transport: Transport, name: str, handler: ChannelHandler, timeout_s: float, on_fault: FaultSink, guests: Guests
 ) -> None:
     """Registers a stream handler. A ProtocolError in it is reported, is sent to the other side, and ends the stream.
 
@@ -275,8 +265,8 @@ async def serve_channel(
         most=MAX_STREAMS,
     )
 
-    async def handle(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(str(info.peer_id), reader, writer, timeout_s, name, str(info.addr))
+    async def handle(peer_id: str, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = Channel(peer_id, reader, writer, timeout_s, name, address)
         is_member = guests.is_member(channel.peer_id)
         if not is_member:
             channel.next_timeout_s = min(STRANGER_HELLO_S, timeout_s)
@@ -296,10 +286,10 @@ async def serve_channel(
         finally:
             channel.close()
 
-    await p2p.add_binary_stream_handler(name, handle)
+    await transport.serve_streams(name, handle)
 
 
-async def _serve(channel: Channel, handler: StreamHandler, on_fault: FaultSink) -> None:
+async def _serve(channel: Channel, handler: ChannelHandler, on_fault: FaultSink) -> None:
     try:
         await handler(channel)
     except ProtocolError as exc:

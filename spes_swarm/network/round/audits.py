@@ -25,15 +25,15 @@ from secrets import randbits
 from typing import Any
 
 import numpy as np
-from hivemind.p2p import P2P
 
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
+from spes_swarm.network.link.wire import Channel, FaultSink, Guests, open_channel, serve_channel
 from spes_swarm.network.round.claims import Claim, can_audit, lacking, own_contribution, read_seen, with_seen
 from spes_swarm.network.round.proofs import Proofs
 from spes_swarm.network.round.silence import NO_COMMIT, Answer, Silence, can_reach
 from spes_swarm.network.run_state import RunState
+from spes_swarm.network.transport.interface import STREAM_ERRORS, Transport
 from spes_swarm.protocol.averaging.lottery import draw, num_audits, shared_out
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.round_state import RoundState
@@ -50,7 +50,7 @@ class Audits:
 
     def __init__(
         self,
-        p2p: P2P,
+        transport: Transport,
         run: RunState,
         on_fault: FaultSink,
         guests: Guests,
@@ -58,7 +58,7 @@ class Audits:
         proofs: Proofs,
     ) -> None:
         """`current` returns the newest exchange, if any."""
-        self._p2p = p2p
+        self._transport = transport
         self._run = run
         self.proofs = proofs
         self._on_fault = on_fault
@@ -77,7 +77,7 @@ class Audits:
     async def start(self) -> None:
         """Registers the handlers."""
         await self.proofs.start()
-        await serve_channel(self._p2p, self._name, self._serve, self._stall_s, self._on_fault, self._guests)
+        await serve_channel(self._transport, self._name, self._serve, self._stall_s, self._on_fault, self._guests)
 
     def end(self, *, keep: bool) -> None:
         """Ends the audits, as an exchange begins; `keep`: it takes back the commit, all of which is audited then."""
@@ -185,7 +185,7 @@ class Audits:
         with suppress(*STREAM_ERRORS, ProtocolError):
             async with (
                 asyncio.timeout(max(stall_s, 2 * self._stall_s)),
-                open_channel(self._p2p, state.averaging.peer_ids[asked], self._name, stall_s) as channel,
+                open_channel(self._transport, state.averaging.peer_ids[asked], self._name, stall_s) as channel,
             ):
                 await channel.send_hello(**hello)
                 while (frame := await channel.receive(most)).kind is FrameKind.DATA and frame.part in wanted:

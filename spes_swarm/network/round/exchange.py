@@ -17,15 +17,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from hivemind.p2p import P2P
 
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.base.wording import plural
 from spes_swarm.network.diagnosis import exchange_lines
 from spes_swarm.network.link.rpc import RemoteError, Rpc
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, open_channel, serve_channel
+from spes_swarm.network.link.wire import Channel, FaultSink, Guests, open_channel, serve_channel
 from spes_swarm.network.round.deadlines import Deadlines, ExchangeLimits, Timing, a_batch, answers_within
+from spes_swarm.network.transport.interface import STREAM_ERRORS, Transport
 from spes_swarm.protocol.averaging.commitments import MAX_BATCH, Commitment
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.consensus.codec import EXACT
@@ -45,9 +45,9 @@ class Exchange:
     """Serves the round streams of one run and drives this member's side of a round."""
 
     def __init__(
-        self, p2p: P2P, rpc: Rpc, run_id: str, limits: ExchangeLimits, on_fault: FaultSink, guests: Guests
+        self, transport: Transport, rpc: Rpc, run_id: str, limits: ExchangeLimits, on_fault: FaultSink, guests: Guests
     ) -> None:
-        self._p2p = p2p
+        self._transport = transport
         self._rpc = rpc
         self._limits = limits
         self._guests = guests
@@ -65,8 +65,8 @@ class Exchange:
     async def start(self) -> None:
         """Registers the handlers."""
         stall_s, guests = self._limits.stall_timeout_s, self._guests
-        await serve_channel(self._p2p, self._push_name, self._serve_push, stall_s, self.on_fault, guests)
-        await serve_channel(self._p2p, self._pull_name, self._serve_pull, stall_s, self.on_fault, guests)
+        await serve_channel(self._transport, self._push_name, self._serve_push, stall_s, self.on_fault, guests)
+        await serve_channel(self._transport, self._pull_name, self._serve_pull, stall_s, self.on_fault, guests)
         await self._rpc.serve("have", self._serve_have)
 
     async def run(
@@ -207,7 +207,7 @@ class Exchange:
         try:
             async with (
                 self._with(reducer, deadline),
-                open_channel(self._p2p, peer_id, self._push_name, self._limits.stall_timeout_s) as channel,
+                open_channel(self._transport, peer_id, self._push_name, self._limits.stall_timeout_s) as channel,
             ):
                 await channel.send_hello(group=state.group.id)
                 for part in parts:
@@ -231,7 +231,7 @@ class Exchange:
         try:
             async with (
                 self._with(source, deadline),
-                open_channel(self._p2p, peer_id, self._pull_name, self._limits.stall_timeout_s) as channel,
+                open_channel(self._transport, peer_id, self._pull_name, self._limits.stall_timeout_s) as channel,
             ):
                 parts = np.array(sorted(wanted), dtype="<u4").tobytes() if repair else b""
                 await channel.send_hello(group=state.group.id, parts=parts)

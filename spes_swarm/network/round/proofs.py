@@ -18,15 +18,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hivemind.p2p import P2P
-
 from spes_swarm.base.address import host_of
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.rate_limit import Budgets
 from spes_swarm.network.link.proof_query import FRAME_BYTES as _FRAME_BYTES
 from spes_swarm.network.link.proof_query import fetch_proof, stream_name
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, Guests, serve_channel
+from spes_swarm.network.link.wire import Channel, FaultSink, Guests, serve_channel
 from spes_swarm.network.run_state import RunState
+from spes_swarm.network.transport.interface import STREAM_ERRORS, Transport
 from spes_swarm.protocol.admission.exclusion import Exclusions
 from spes_swarm.protocol.averaging.proof import MAX_PROOF_BYTES, Proof, open_proof
 from spes_swarm.protocol.members.records import Progress
@@ -50,7 +49,7 @@ class Proofs:
 
     def __init__(
         self,
-        p2p: P2P,
+        transport: Transport,
         run: RunState,
         on_fault: FaultSink,
         guests: Guests,
@@ -58,7 +57,7 @@ class Proofs:
         inviter: Callable[[str], str] = lambda peer_id: "",
     ) -> None:
         """`on_new` is called when a proof has been added; `inviter` returns who has invited a peer, in words."""
-        self._p2p = p2p
+        self._transport = transport
         self._run = run
         self._on_fault = on_fault
         self._guests = guests
@@ -82,7 +81,7 @@ class Proofs:
                 self._keep(proof, path)
         # An excluded peer may get the proof against itself: it would have to take others' word for it.
         guests = Guests(lambda peer: self._guests.admits(peer) or peer in self._exclusions, self._guests.is_member)
-        await serve_channel(self._p2p, self._name, self._serve, self._stall_s, self._on_fault, guests)
+        await serve_channel(self._transport, self._name, self._serve, self._stall_s, self._on_fault, guests)
 
     @property
     def _exclusions(self) -> Exclusions:
@@ -203,7 +202,7 @@ class Proofs:
         most = MAX_PROOF_BYTES if is_known else _MAX_BYTES_ABOUT_STRANGERS
         with suppress(*STREAM_ERRORS, ProtocolError):
             async with asyncio.timeout(_FETCH_S):
-                data = await fetch_proof(self._p2p, peer_id, self._run.run_id, culprit, self._stall_s, most)
+                data = await fetch_proof(self._transport, peer_id, self._run.run_id, culprit, self._stall_s, most)
             await self.add(data, about=culprit)
             return True
         return False

@@ -12,12 +12,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hivemind.p2p import P2P
-
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
 from spes_swarm.network.link.rpc import Rpc
-from spes_swarm.network.link.wire import STREAM_ERRORS, Channel, FaultSink, open_channel
+from spes_swarm.network.link.wire import Channel, FaultSink, open_channel
+from spes_swarm.network.transport.interface import STREAM_ERRORS, Transport
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import DIGEST_BYTES, ReferenceTable
 from spes_swarm.protocol.rounds.statement import MAX_ROUND
@@ -67,7 +66,7 @@ def table_from_wire(wire: dict[str, Any], layout: Layout) -> ReferenceTable:
 class Donors:
     """A newcomer's access to donors."""
 
-    p2p: P2P
+    transport: Transport
     rpc: Rpc
     name: str
     layout: Layout
@@ -87,7 +86,7 @@ class Donors:
         """
         stack = AsyncExitStack()
         opening = asyncio.create_task(
-            stack.enter_async_context(open_channel(self.p2p, donor, self.name, self.timeout_s))
+            stack.enter_async_context(open_channel(self.transport, donor, self.name, self.timeout_s))
         )
         try:
             channel = await asyncio.shield(opening)

@@ -22,11 +22,12 @@ from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, TransferError
 from spes_swarm.metrics import events
-from spes_swarm.network.link.wire import STREAM_ERRORS, FaultSink
+from spes_swarm.network.link.wire import FaultSink
 from spes_swarm.network.transfer.chunk_queue import ChunkQueue
 from spes_swarm.network.transfer.chunk_stream import PIECE_BYTES, ChunkAssembler
 from spes_swarm.network.transfer.donors import Donors, DonorVote
 from spes_swarm.network.transfer.partial_reference import PartialReference
+from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.port.messages import TransferReport
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import Chunk, Reference, ReferenceTable, chunk_digest, chunks_of

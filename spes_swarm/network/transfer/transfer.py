@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hivemind.p2p import P2P
-
 from spes_swarm.base.address import host_of
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.rate_limit import Budgets, TransferLimit
@@ -28,6 +26,7 @@ from spes_swarm.network.transfer.chunk_stream import MAX_REQUEST_BYTES, piece_fr
 from spes_swarm.network.transfer.donors import Donors, DonorVote, table_to_wire
 from spes_swarm.network.transfer.download import Download
 from spes_swarm.network.transfer.partial_reference import PartialReference
+from spes_swarm.network.transport.interface import Transport
 from spes_swarm.port.messages import TransferReport
 from spes_swarm.protocol.consensus.codec import EXACT
 from spes_swarm.protocol.consensus.reference import Chunk, Reference, ReferenceTable, chunks_of
@@ -92,7 +91,7 @@ class Copies:
 class Transfer:
     """Serves this peer's reference and downloads that of other peers."""
 
-    p2p: P2P
+    transport: Transport
     rpc: Rpc
     run_id: str
     reference: Reference
@@ -117,7 +116,9 @@ class Transfer:
 
     async def start(self) -> None:
         """Registers the handlers; nothing is served before `open`."""
-        await serve_channel(self.p2p, self._name, self._serve_fetch, self.stall_timeout_s, self.on_fault, self.guests)
+        await serve_channel(
+            self.transport, self._name, self._serve_fetch, self.stall_timeout_s, self.on_fault, self.guests
+        )
         await self.rpc.serve("table", self._serve_table)
 
     def open(self) -> None:
@@ -166,7 +167,7 @@ class Transfer:
         finally:
             if kept is not None and kept.error is not None:
                 error = ProtocolError("disk", f"fetched chunks could not be kept in {partial}: {kept.error}")
-                self.on_fault(str(self.p2p.peer_id), error)
+                self.on_fault(self.transport.peer_id, error)
 
     async def vote(self, donors: Callable[[], Collection[str]]) -> ReferenceTable | None:
         """Returns what a download would fetch: the table that most donors have, None if no donor answers."""
@@ -174,7 +175,7 @@ class Transfer:
         return table
 
     def _links(self, donors: Callable[[], Collection[str]]) -> Donors:
-        return Donors(self.p2p, self.rpc, self._name, self.reference.layout, self.stall_timeout_s, donors)
+        return Donors(self.transport, self.rpc, self._name, self.reference.layout, self.stall_timeout_s, donors)
 
     # The donor.
 

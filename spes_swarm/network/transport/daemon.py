@@ -31,6 +31,7 @@ from multiaddr import Multiaddr
 
 from spes_swarm.base.errors import AddressError, BootstrapError, NetworkProcessError
 from spes_swarm.base.lifetime import die_with_parent
+from spes_swarm.network.transport.libp2p import Libp2p
 
 # From the messages of p2pd.
 _OTHER_PEER = re.compile(r"peer id mismatch: .* remote key matches (\w+)")
@@ -58,7 +59,8 @@ class Daemon:
         self._process = process
         self._output = output
         self._sockets = sockets
-        self.p2p = p2p
+        self.p2p = p2p  # for the DHT
+        self.transport = Libp2p(p2p)
         self.peer_id = str(p2p.peer_id)
 
     @classmethod
