@@ -22,7 +22,8 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.metrics import events
 from spes_swarm.network.client import NetworkClient
 from spes_swarm.peer.join_request import draft_request
-from spes_swarm.peer.joining import Joining, SessionContext
+from spes_swarm.peer.joining.context import AskUntilStopped, SessionContext
+from spes_swarm.peer.joining.join import join_run
 from spes_swarm.peer.panel import PeerConsole, said_fault
 from spes_swarm.peer.preflight import check_request
 from spes_swarm.peer.run_data import PeerData
@@ -128,13 +129,14 @@ class Session:
         with ExitStack() as stack:
             if handle_signals:
                 stack.enter_context(self._signals.handled())
-            context, joining = self._enter(stack)
+            context = self._enter(stack)
             with as_user_error("while joining, in a round or in an evaluation"):
                 with self._signals.interruptible():
-                    trainer = joining.run()
-                self._train(trainer, context, joining.manifest.run_id)
+                    joined = join_run(context)
+                run_id, trainer = joined.manifest.run_id, joined.trainer
+                self._train(trainer, context, run_id)
         return SessionResult(
-            run_id=joining.manifest.run_id,
+            run_id=run_id,
             output_dir=context.directory.path,
             round=trainer.round,
             run_is_over=trainer.run_is_over,
@@ -142,7 +144,7 @@ class Session:
             eval_loss=context.status.eval_loss,
         )
 
-    def _enter(self, stack: ExitStack) -> tuple[SessionContext, Joining]:
+    def _enter(self, stack: ExitStack) -> SessionContext:
         """Locks the output directory and starts the network process; `stack` undoes both."""
         started = time.monotonic()
         peer = self._peer
@@ -170,7 +172,9 @@ class Session:
         network = NetworkClient(identity.path, self._listener(metrics, status))
         log.context.round = lambda: status.round
         log.context.report = lambda: _report(status, network)
-        context = SessionContext(
+        at_end = stack.enter_context(ExitStack())
+        stack.callback(network.stop)
+        return SessionContext(
             peer=peer,
             run=self._run,
             directory=directory,
@@ -178,17 +182,14 @@ class Session:
             console=self._console,
             metrics=metrics,
             network=network,
+            ask=AskUntilStopped(network, self._signals.requested),
             data=PeerData(peer, directory, self._console.say, self._signals.requested),
             stop=self._signals.requested,
             status=status,
             ranks=ranks,
             started=started,
+            at_end=at_end,
         )
-        joining = Joining(context)
-        stack.callback(joining.close)
-        stack.callback(_record_leave, context, joining)
-        stack.callback(network.stop)
-        return context, joining
 
     def _listener(self, metrics: Metrics, status: TrainingStatus) -> Callable[[events.Event], None]:
         """Returns the callback for events of the network process; it runs in the reader's thread."""
@@ -228,8 +229,3 @@ def _report(status: TrainingStatus, network: NetworkClient) -> None:
     _LOGGER.warning("asked by a signal: the trainer is %s; network process %d", status, network.pid)
     with suppress(OSError):  # it has ended
         os.kill(network.pid, signal.SIGUSR1)
-
-
-def _record_leave(context: SessionContext, joining: Joining) -> None:
-    if joining.joined:
-        context.metrics.write(events.Leave(round=context.status.round))

@@ -22,9 +22,9 @@ def launch_spinning() -> ForkServer:
 
 
 def _spinning_main(arguments: list[str]) -> int:
-    from spes_swarm.peer import joining
+    from spes_swarm.peer.joining import join as joining
 
-    setattr(joining.Joining, "_open_data", lambda *_: _spin(arguments))  # noqa: B010 - mypy lets no method be assigned to
+    setattr(joining, "open_data", lambda *_: _spin(arguments))  # noqa: B010 - mypy lets no function be assigned to
     return main(arguments)
 
 

@@ -17,8 +17,8 @@ from spes_swarm.join import parse_arguments
 from spes_swarm.monitor.options import parse_options
 from spes_swarm.peer.admission import PeerAdmission, founding_line
 from spes_swarm.peer.join_request import DraftRequest, read_request
+from spes_swarm.peer.joining.run_finder import RunFinder
 from spes_swarm.peer.panel import PeerConsole
-from spes_swarm.peer.run_finder import RunFinder
 from spes_swarm.port.commands import Commands
 from spes_swarm.protocol.admission.acts import Target, revoke
 from spes_swarm.protocol.admission.grants import Grant, Invitation, extend, new_key, open_chain, read_invitation
@@ -26,6 +26,7 @@ from spes_swarm.protocol.admission.membership import Membership
 from spes_swarm.storage.acts_file import ActsFile
 from spes_swarm.storage.invitations import find_invitation
 from spes_swarm.storage.run_directory import RunDirectory
+from tests.helpers.joining import joining_context
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.rounds import identity
 
@@ -116,16 +117,7 @@ def test_invitations_are_not_logged() -> None:
 
 def finder(directory: RunDirectory, ask: Callable[..., Any], peer: PeerConfig, by: Any = MEMBER) -> RunFinder:
     directory.path.mkdir(exist_ok=True)
-    console = PeerConsole(quiet=True)
-    return RunFinder(
-        peer=peer,
-        run=None,
-        directory=directory,
-        identity=by,
-        ask=ask,
-        console=console,
-        data=None,  # type: ignore[arg-type]
-    )
+    return RunFinder(joining_context(directory, ask, by, peer))
 
 
 def asked(manifest: Manifest, shown: list[tuple[str | None, bytes]], refusal: str = "") -> Callable[..., Any]:
@@ -148,8 +140,8 @@ def test_a_joiner_shows_its_admission_and_expects_the_run_of_its_invitation(tmp_
     word, shown = invitation(manifest), list[tuple[str | None, bytes]]()
     directory = RunDirectory(tmp_path / "out")
     peer = PeerConfig(output_dir=str(tmp_path / "out"), initial_peers=(MADDR,), invitation=word.to_text())
-    found = finder(directory, asked(manifest, shown), peer)
-    assert found.find() == manifest
+    found = finder(directory, asked(manifest, shown), peer).find()
+    assert found.manifest == manifest
     ((run_id, admission),) = shown
     assert run_id == manifest.run_id
     members = Membership(manifest.run_id, manifest.founder, manifest.founder_key, "invite")
@@ -165,8 +157,7 @@ def test_a_joiner_shows_its_admission_and_expects_the_run_of_its_invitation(tmp_
     assert shown[-1] == (manifest.run_id, admission)
     new = invitation(manifest, uses=1)
     newer = PeerConfig(output_dir=peer.output_dir, initial_peers=(MADDR,), invitation=new.to_text())
-    replaced = finder(directory, asked(manifest, shown), newer)
-    replaced.find()
+    replaced = finder(directory, asked(manifest, shown), newer).find()
     replaced.admission.remember()
     assert directory.known_invitation() == new.to_text()
 

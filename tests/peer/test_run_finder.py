@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,11 @@ from spes_swarm.config.manifest import Manifest
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.peer.initial_model import InitialModel
-from spes_swarm.peer.panel import PeerConsole
-from spes_swarm.peer.run_data import PeerData
-from spes_swarm.peer.run_finder import RunFinder
+from spes_swarm.peer.joining.run_finder import RunFinder
 from spes_swarm.port.commands import Commands
 from spes_swarm.publishing.directory import DirectoryTarget
 from spes_swarm.storage.run_directory import RunDirectory
+from tests.helpers.joining import joining_context
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.moe_models import save_moe
 from tests.helpers.publications import manifest_of, packed
@@ -39,11 +37,9 @@ def find(
 ) -> Manifest:
     """The run that a peer finds, by default alone; the directory then belongs to it."""
     directory.mkdir(exist_ok=True)
-    kept, console = RunDirectory(directory), PeerConsole(quiet=True)
+    kept = RunDirectory(directory)
     peer = PeerConfig(output_dir=str(directory), **settings)
-    data = PeerData(peer, kept, console.say, threading.Event())
-    finder = RunFinder(peer=peer, run=run, directory=kept, identity=identity(0), ask=ask, console=console, data=data)
-    manifest = finder.find()
+    manifest = RunFinder(joining_context(kept, ask, identity(0), peer, run)).find().manifest
     kept.remember(manifest)
     return manifest
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from spes_swarm.base.errors import InvitationError
-from spes_swarm.peer.barrier import await_training
-from spes_swarm.peer.joining import Joining
+from spes_swarm.peer.joining.barrier import await_training, wait_for_peers
 from spes_swarm.port.messages import SwarmView
 
 
@@ -69,11 +68,9 @@ def test_it_leaves_when_told_to() -> None:
 def test_who_is_out_of_the_run_does_not_wait_for_more_peers() -> None:
     said: list[str] = []
     peer, console = SimpleNamespace(wait_for_peers=3), SimpleNamespace(say=said.append)
-    context: Any = SimpleNamespace(peer=peer, ranks=None, console=console, stop=Clock())
-    joining: Any = Joining(context)
     views = [view(0, 0), view(1, 0), view(1, 0), replace(view(1, 0), out="the invitation has been revoked")]
-    joining._announce = lambda state: None
-    joining._ask = lambda *command: views.pop(0)
+    context: Any = SimpleNamespace(peer=peer, console=console, stop=Clock(), ask=lambda *command: views.pop(0))
+    absent: Any = None
     with pytest.raises(InvitationError, match="the invitation has been revoked"):
-        joining._wait_for_peers()
+        wait_for_peers(context, absent, absent, lambda state: None)
     assert said == ["waiting for peers: 1 of 3", "waiting for peers: 2 of 3"]

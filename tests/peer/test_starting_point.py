@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ import numpy as np
 import pytest
 
 from spes_swarm.base.errors import CheckpointError, LeftEarlyError, TransferError, UserError
-from spes_swarm.config.peer import PeerConfig
 from spes_swarm.network.transfer.partial_reference import PartialReference
-from spes_swarm.peer.panel import PeerConsole
-from spes_swarm.peer.starting_point import StartingPoint
+from spes_swarm.peer.joining.run_finder import FoundRun
+from spes_swarm.peer.joining.starting_point import StartingPoint
 from spes_swarm.port.messages import SwarmView, TransferReport
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable, chunks_of
@@ -22,6 +20,7 @@ from spes_swarm.publishing.directory import DirectoryTarget
 from spes_swarm.publishing.source import PublicationSource, open_source
 from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.storage.run_directory import RunDirectory
+from tests.helpers.joining import joining_context
 from tests.helpers.ports import LocalPort
 from tests.helpers.publications import layout_for, manifest_of, output_dir, packed, values
 from tests.helpers.rounds import identity
@@ -57,19 +56,9 @@ class Newcomer:
         self.reference = Reference(LAYOUT, np.zeros(LAYOUT.num_elements, dtype=np.float32))
         self.others = others
         self.breaks = breaks  # the others go away when the download begins
-        self.stop = threading.Event()
         self.found_on_disk: set[int] = set()
         self.metrics = Metrics(directory / "metrics.jsonl", identity(1).peer_id)
-        self.start = StartingPoint(
-            PeerConfig(),
-            self.directory,
-            identity(1),
-            manifest_of(),
-            LocalPort(self).ask,
-            self.stop,
-            PeerConsole(),
-            self.metrics,
-        )
+        self.context = joining_context(self.directory, LocalPort(self).ask, identity(1), metrics=self.metrics)
 
     async def view(self) -> SwarmView:
         """See port.commands.Commands; so are those that follow."""
@@ -104,9 +93,11 @@ class Newcomer:
         return TransferReport(round=self.others.round, digest=self.reference.digest.hex())
 
     def obtain(self, source: PublicationSource | None, initial_peers: list[str]) -> ReferenceTable:
+        absent: Any = None
+        found = FoundRun(manifest_of(), absent, source, initial_peers, [])
+        start = StartingPoint(self.context, found, LAYOUT, self.reference.values_N)
         try:
-            self.start.fill(self.reference.values_N, LAYOUT, source)
-            return self.start.obtain(self.reference.values_N, initial_peers, lambda: None)
+            return start.obtain(start.fill(), lambda: None).table
         finally:
             self.metrics.close()
 
@@ -142,7 +133,7 @@ def test_nothing_is_fetched_that_the_swarm_has_changed(tmp_path: Path, monkeypat
 def test_a_second_attempt_fetches_only_what_the_first_has_left_over(tmp_path: Path) -> None:
     source = published(tmp_path, 4)
     first = Newcomer(tmp_path / "peer", swarm_reference(9, like=4))
-    first.stop.set()  # noticed after one block
+    first.context.stop.set()  # noticed after one block
     with pytest.raises(LeftEarlyError):
         first.obtain(source, ADDRESS)
     second = Newcomer(tmp_path / "peer", swarm_reference(9, like=4))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ import pytest
 from spes_swarm.base.errors import PublicationError
 from spes_swarm.config.manifest import Manifest, found_run
 from spes_swarm.config.peer import PeerConfig
-from spes_swarm.peer.panel import PeerConsole
-from spes_swarm.peer.run_data import PeerData
-from spes_swarm.peer.run_finder import RunFinder
+from spes_swarm.peer.joining.run_finder import RunFinder
 from spes_swarm.protocol.admission.acts import Target, revoke, use
 from spes_swarm.protocol.admission.grants import Grant, Invitation, extend, new_key
 from spes_swarm.publishing.directory import DirectoryTarget
@@ -23,6 +20,7 @@ from spes_swarm.publishing.export import export, newest_snapshot
 from spes_swarm.publishing.publication import describe_acts, parse_publication
 from spes_swarm.storage.acts_file import ActsFile
 from spes_swarm.storage.run_directory import RunDirectory
+from tests.helpers.joining import joining_context
 from tests.helpers.publications import layout_for, manifest_of, output_dir, packed
 from tests.helpers.rounds import identity
 
@@ -50,10 +48,8 @@ def no_network(*command: Any, **arguments: Any) -> Any:
 
 def resume(directory: Path, location: str) -> None:
     directory.mkdir(exist_ok=True)
-    kept, console = RunDirectory(directory), PeerConsole(quiet=True)
     peer = PeerConfig(output_dir=str(directory), from_hub=location)
-    data = PeerData(peer, kept, console.say, threading.Event())
-    RunFinder(peer=peer, run=None, directory=kept, identity=FOUNDER, ask=no_network, console=console, data=data).find()
+    RunFinder(joining_context(RunDirectory(directory), no_network, FOUNDER, peer)).find()
 
 
 def test_acts_are_published_and_read_back_unless_they_are_forged(tmp_path: Path, manifest: Manifest) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
+from spes_swarm.base import log
 from spes_swarm.base.address import usable_peer_addresses
 from spes_swarm.base.errors import (
     BootstrapError,
@@ -23,103 +25,141 @@ from spes_swarm.base.strict import differences
 from spes_swarm.base.wording import plural
 from spes_swarm.config.admission import check_admission
 from spes_swarm.config.manifest import Manifest, found_run
-from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.run_tokenizer import TokenizerPlaces, founded_tokenizer, is_same_tokenizer
 from spes_swarm.model.initial_weights import load_initial_reference, with_repeated
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.admission import PeerAdmission, founding_line
 from spes_swarm.peer.initial_model import InitialModel
-from spes_swarm.peer.panel import PeerConsole
-from spes_swarm.peer.run_data import PeerData, same_run_data
-from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Ask, Commands
-from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.peer.joining.context import SessionContext
+from spes_swarm.peer.run_data import same_run_data
+from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands
+from spes_swarm.publishing.publisher import check_target
 from spes_swarm.publishing.source import PublicationSource, open_source
+from spes_swarm.publishing.target import parse_location
 from spes_swarm.storage.invitations import add_acts, opened, own_invitation
-from spes_swarm.storage.run_directory import RunDirectory
 
 _KNOWN_PEERS_TIMEOUT_S = 5.0
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(frozen=True)
+class FoundRun:
+    """The run that this peer takes part in."""
+
+    manifest: Manifest
+    admission: PeerAdmission
+    source: PublicationSource | None  # named by --from-hub
+    # Addresses of peers of the run: those given, or those of an earlier session if any answers now.
+    initial_peers: list[str]
+    connected: list[str]  # ids of those that answer
+
+
+def find_run(context: SessionContext) -> FoundRun:
+    """Finds the run that the user wants, and asks whether this peer may publish where the user wants.
+
+    Raises:
+        UserError: as RunFinder.find; its data are obviously not this peer's, or this peer may not publish there.
+    """
+    found = RunFinder(context).find()
+    log.context.run = found.manifest.run_id
+    context.data.choose(found.manifest.run.data)  # obviously different data fails before more is asked of other peers
+    if (target := context.peer.publish_to) is not None:
+        if parse_location(target).repo_id is not None:
+            context.console.say(f"asking the Hub whether this peer may publish to {target}")
+        if (unknown := check_target(target, found.manifest.run_id)) is not None:
+            context.console.say(f"{unknown}; training starts, and publishing is tried when a round is due")
+    return found
+
+
+def tokenizer_places(
+    context: SessionContext, run: RunConfig, source: PublicationSource | None = None, connected: Sequence[str] = ()
+) -> TokenizerPlaces:
+    """Returns where the files of the run's tokenizer can be: with this peer, in its publication, with other peers.
+
+    Raises:
+        DataError: this peer's data are obviously not those of the run.
+    """
+
+    def ask_peers(digest: str) -> bytes | None:
+        return context.ask(Commands.fetch_tokenizer, None, peers=list(connected), digest=digest)
+
+    return TokenizerPlaces(
+        packed=context.directory.tokenizer,
+        folders=context.data.folders(run.data),
+        published=source.tokenizer if source is not None else lambda: None,
+        ask_peers=ask_peers,
+    )
+
+
 class RunFinder:
     """Finds the run."""
 
-    peer: PeerConfig
-    run: RunConfig | None  # to found, or expected of the run that is joined or continued; None: any
-    directory: RunDirectory
-    identity: Identity
-    ask: Ask  # sends a command to the network process
-    console: PeerConsole
-    data: PeerData
-    # Addresses of peers of the run: those given, or those of an earlier session if any answers now.
-    initial_peers: list[str] = field(init=False)
-    _connected: list[str] = field(default_factory=list, init=False)  # ids of those that answer
-    source: PublicationSource | None = field(default=None, init=False)  # named by --from-hub
-    admission: PeerAdmission = field(init=False)  # to the run that was found
+    def __init__(self, context: SessionContext) -> None:
+        self._context = context
+        self._peer, self._directory, self._console = context.peer, context.directory, context.console
+        self._invitation = own_invitation(context.peer, context.directory)
+        self._initial_peers = list(context.peer.initial_peers)
+        self._connected: list[str] = []
+        self._source: PublicationSource | None = None
 
-    def __post_init__(self) -> None:
-        self.initial_peers = list(self.peer.initial_peers)
-        self._invitation = own_invitation(self.peer, self.directory)
-
-    def find(self) -> Manifest:
-        """Returns the verified manifest of the run that the user wants.
+    def find(self) -> FoundRun:
+        """Finds the run that the user wants, and verifies its manifest.
 
         Raises:
             UserError: there is no such run, it differs from what the user has asked for, or does not admit this peer.
         """
-        manifest, invitation = self._find(), self._invitation
+        manifest, invitation, identity = self._find(), self._invitation, self._context.identity
         if invitation is not None:
             terms = opened(invitation, manifest).terms
-            if self.peer.publish_to is not None and not terms.may_publish:
+            if self._peer.publish_to is not None and not terms.may_publish:
                 raise InvitationError("the invitation does not include the right to publish: leave out --publish-to")
             if terms.experts is not None:
-                self.console.say(f"the invitation allows at most {plural(terms.experts, 'expert')}")
-        self.admission = PeerAdmission(manifest, self.directory, self.identity, invitation)
-        check_admission(manifest, self.identity.peer_id, self.admission.shown, time.time())
-        if self.source is not None:
-            with os_errors_as(UserError, f"{self.directory.acts}"):
-                add_acts(self.directory.acts, self.source.publication.decoded_acts, manifest)
-        return manifest
+                self._console.say(f"the invitation allows at most {plural(terms.experts, 'expert')}")
+        admission = PeerAdmission(manifest, self._directory, identity, invitation)
+        check_admission(manifest, identity.peer_id, admission.shown, time.time())
+        if self._source is not None:
+            with os_errors_as(UserError, f"{self._directory.acts}"):
+                add_acts(self._directory.acts, self._source.publication.decoded_acts, manifest)
+        return FoundRun(manifest, admission, self._source, self._initial_peers, self._connected)
 
     def _find(self) -> Manifest:
-        stored = self.directory.manifest()
-        peer = self.peer
+        stored = self._directory.manifest()
+        peer = self._peer
         if peer.from_hub is not None:
-            self.source = open_source(peer.from_hub, peer.run_id)
-            published = self.source.manifest.run_id
+            self._source = open_source(peer.from_hub, peer.run_id)
+            published = self._source.manifest.run_id
             if stored is not None and published != stored.run_id:
                 raise UserError(
                     f"{self._belongs_to(stored)}, but --from-hub {peer.from_hub} has run {published}: choose another "
                     "--output-dir, or leave out --from-hub"
                 )
-            self.console.say(f"round {self.source.publication.round} of {published} is published")
+            self._console.say(f"round {self._source.publication.round} of {published} is published")
         if not peer.initial_peers and stored is None:
-            if self.source is not None:
-                return self._expected(self.source.manifest)
+            if self._source is not None:
+                return self._expected(self._source.manifest)
             return self._found()
         if stored is not None:
             self._check_weights(stored)
         if not peer.initial_peers and stored is not None:
-            if differing := _differences(self.run, stored.run):
+            if differing := _differences(self._context.run, stored.run):
                 raise UserError(
                     f"{self._belongs_to(stored)}, whose configuration differs from the given one in {differing}: "
                     "choose another --output-dir, or leave out --config to continue the run"
                 )
-            self.console.say("continuing the run of this output directory")
-            self.initial_peers = self._reach_known_peers()
+            self._console.say("continuing the run of this output directory")
+            self._initial_peers = self._reach_known_peers()
             return stored
-        self.console.say(f"connecting to {plural(len(peer.initial_peers), 'initial peer')}")
+        self._console.say(f"connecting to {plural(len(peer.initial_peers), 'initial peer')}")
         deadline = time.monotonic() + peer.bootstrap_timeout_s
-        self._connected = self.ask(
+        self._connected = self._context.ask(
             Commands.bootstrap,
             peer.bootstrap_timeout_s + 30.0,
             maddrs=list(peer.initial_peers),
             timeout_s=peer.bootstrap_timeout_s,
         )
         expected = peer.run_id or (stored.run_id if stored is not None else None)
-        if self.source is not None:
-            expected = self.source.manifest.run_id
+        if self._source is not None:
+            expected = self._source.manifest.run_id
         if expected is None and self._invitation is not None:
             expected = self._invitation.run_id
         try:
@@ -131,9 +171,9 @@ class RunFinder:
         return self._expected(manifest)
 
     def _ask_for_manifest(self, expected: str | None, timeout_s: float) -> Manifest:
-        shown = b"" if self._invitation is None else self._invitation.admit(self.identity.peer_id)
+        shown = b"" if self._invitation is None else self._invitation.admit(self._context.identity.peer_id)
         wait_s = COMMAND_TIMEOUT_S + max(0.0, timeout_s)
-        return self.ask(
+        return self._context.ask(
             Commands.fetch_manifest,
             wait_s,
             peers=self._connected,
@@ -143,11 +183,11 @@ class RunFinder:
         )
 
     def _belongs_to(self, stored: Manifest) -> str:
-        return f"output directory {self.directory.path} belongs to run {stored.run_id}"
+        return f"output directory {self._directory.path} belongs to run {stored.run_id}"
 
     def _expected(self, manifest: Manifest) -> Manifest:
         """Refuses the manifest of a run that is joined if it is not configured as expected."""
-        if differing := _differences(self.run, manifest.run):
+        if differing := _differences(self._context.run, manifest.run):
             raise ConfigError(
                 f"the `run` section of the configuration differs from that of {manifest.run_id} in {differing}; a "
                 "joiner takes the run's settings from the swarm: leave the section out"
@@ -156,13 +196,13 @@ class RunFinder:
 
     def _check_weights(self, stored: Manifest) -> None:
         """Refuses initial weights other than those from which this peer founded the run of its output directory."""
-        name = self.peer.initial_weights
-        if name is None or stored.founder != self.identity.peer_id:
+        name = self._peer.initial_weights
+        if name is None or stored.founder != self._context.identity.peer_id:
             return
         model = InitialModel.find(name)
-        if self.directory.knows_weights(model.absolute_name, model.file_stamps()):
+        if self._directory.knows_weights(model.absolute_name, model.file_stamps()):
             return
-        self.console.say("comparing the initial weights with those of the run")
+        self._console.say("comparing the initial weights with those of the run")
         try:
             self._read_weights(model, stored.run)
         except (CheckpointError, ConfigError) as exc:
@@ -171,81 +211,64 @@ class RunFinder:
                 "or leave out --initial-weights to continue the run"
             ) from exc
 
-    def tokenizer_places(self, run: RunConfig) -> TokenizerPlaces:
-        """Returns where the files of the run's tokenizer can be.
-
-        Raises:
-            DataError: this peer's data are obviously not those of the run.
-        """
-
-        def ask_peers(digest: str) -> bytes | None:
-            return self.ask(Commands.fetch_tokenizer, None, peers=self._connected, digest=digest)
-
-        return TokenizerPlaces(
-            packed=self.directory.tokenizer,
-            folders=self.data.folders(run.data),
-            published=self.source.tokenizer if self.source is not None else lambda: None,
-            ask_peers=ask_peers,
-        )
-
     def _reach_known_peers(self) -> list[str]:
         """Returns the known addresses of an earlier session if any answers: the run may have continued meanwhile.
 
         Otherwise a founder that comes back would continue alone, beside the swarm that it founded.
         """
-        known = usable_peer_addresses(self.directory.known_peers())
+        known = usable_peer_addresses(self._directory.known_peers())
         if not known:
             return []
         try:
-            self._connected = self.ask(
+            self._connected = self._context.ask(
                 Commands.bootstrap, COMMAND_TIMEOUT_S, maddrs=known, timeout_s=_KNOWN_PEERS_TIMEOUT_S
             )
         except BootstrapError:
-            if not self.peer.client_mode:
-                self.console.say("no peer of the last session answers: this peer starts alone, and others can join it")
+            if not self._peer.client_mode:
+                self._console.say("no peer of the last session answers: this peer starts alone, and others can join it")
             return []
         with suppress(BootstrapError, ManifestError):  # whatever they answer, unless it is that the swarm has upgraded
             self._ask_for_manifest(None, 0.0)
         return known
 
     def _found(self) -> Manifest:
-        run = self.run
+        run = self._context.run
         assert run is not None  # preflight.check_run has rejected that
-        tokenizer, described = founded_tokenizer(run, self.tokenizer_places(run))
+        tokenizer, described = founded_tokenizer(run, tokenizer_places(self._context, run))
         if described.local is not None:
-            self.console.say(f"tokenizer {tokenizer.name} is local; other peers get it from the swarm")
+            self._console.say(f"tokenizer {tokenizer.name} is local; other peers get it from the swarm")
         run = dataclasses.replace(run, tokenizer=described)
-        run = dataclasses.replace(run, data=self.data.found(run.data, tokenizer))
+        run = dataclasses.replace(run, data=self._context.data.found(run.data, tokenizer))
         model = build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True)
         layout = layout_of(model)
         run = self._with_initial_weights(run)
-        self.console.say(founding_line(run, self.peer.output_dir))
-        return found_run(run, layout.digest, self.identity)
+        self._console.say(founding_line(run, self._peer.output_dir))
+        return found_run(run, layout.digest, self._context.identity)
 
     def _with_initial_weights(self, run: RunConfig) -> RunConfig:
         """Returns the configuration with the digest of the initial weights that the user has named."""
-        name, expected = self.peer.initial_weights, run.model.initial_weights
+        name, expected = self._peer.initial_weights, run.model.initial_weights
         if name is None:
             if expected is not None:
                 raise ConfigError("run.model.initial_weights names weights to start from: give --initial-weights MODEL")
             return run
-        self.console.say("reading the initial weights")
+        self._console.say("reading the initial weights")
         initial = InitialModel.find(name)
         model = dataclasses.replace(run.model, initial_weights=self._read_weights(initial, run))
         model, lost = with_repeated(model, initial.configuration())
         if lost:
-            self.console.say(f"exports will not repeat {', '.join(lost)[:200]} of the model's configuration")
+            self._console.say(f"exports will not repeat {', '.join(lost)[:200]} of the model's configuration")
         return dataclasses.replace(run, model=model)
 
     def _read_weights(self, model: InitialModel, run: RunConfig) -> str:
         """Returns the digest of initial weights, which must be those of the run if it names any."""
-        directory, stamps = model.weights(self.console.say), model.file_stamps()
+        directory, stamps = model.weights(self._console.say), model.file_stamps()
         empty = build_model(run.model.type, run.model.settings, run.training.seed, "meta", on_meta=True)
         layout = layout_of(empty)
         digest = load_initial_reference(directory, layout, np.empty(layout.num_elements, dtype=np.float32), empty)
         if run.model.initial_weights not in (None, digest):
             raise ConfigError(f"--initial-weights: {model.name} does not have the weights that the run starts from")
-        self.directory.remember_weights(model.absolute_name, stamps)
+        self._directory.remember_weights(model.absolute_name, stamps)
         return digest
 
 
