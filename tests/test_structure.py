@@ -42,6 +42,13 @@ def test_what_everything_rests_on_loads_no_heavy_library(package: str) -> None:
     [
         ("protocol/rounds/plan.py", "import hivemind", "The protocol is pure"),
         ("protocol/rounds/plan.py", "import asyncio", "The protocol is pure"),
+        ("network/link/rpc.py", "from hivemind.p2p import P2P", "Only the transport imports hivemind"),
+        ("monitor/watcher.py", "import hivemind", "Only the transport imports hivemind"),
+        (
+            "network/transport/libp2p.py",
+            "import spes_swarm.network.link.rpc",
+            "Within the network, imports run one way",
+        ),
         ("base/arrays.py", "import torch", "What all packages use loads quickly"),
         ("training/round_due.py", "import spes_swarm.network.run_services", "Imports run one way"),
     ],
@@ -63,8 +70,8 @@ def test_an_import_against_the_rules_is_found(tmp_path: Path, file: str, line: s
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    broken = [line for line in done.stdout.splitlines() if line.endswith(" BROKEN")]
-    assert f"{contract} BROKEN" in broken
+    # Behind the name and the verdict, there may be the number of imports that a contract ignores.
+    assert any(line.startswith(f"{contract} BROKEN") for line in done.stdout.splitlines())
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -6,13 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from hivemind.dht.protocol import DHTProtocol
-from hivemind.dht.routing import DHTID
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.monitor.state import RefusalKind
 from spes_swarm.network.link.dht_records import MAX_LIFETIME_S, RunRecordValidator, Vet, accept, record_key
+from spes_swarm.network.transport.dht import RecordValidator, StoredRecord, key_bytes, stored_record
 from spes_swarm.protocol.members.records import Record
 
 # The displayed kind of a refused record, by the validator's reason.
@@ -34,7 +31,7 @@ _MAX_REMEMBERED = 20_000
 _Verdict = tuple[str, Record] | RefusalKind  # (writer, message), or why it was refused
 
 
-class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no types
+class Verifier(RecordValidator):
     """The record validator of the monitor's DHT node, with a cache of its verdicts.
 
     Each refresh delivers all records again, from several nodes, and verifying a signature takes far longer than a
@@ -48,27 +45,23 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
         self._run_id = run_id
         self._now = now
         self._vet = vet
-        self._longest_s = {
-            DHTID.generate(source=record_key(run_id, kind)).to_bytes(): seconds for kind, seconds in longest_s.items()
-        }
+        self._longest_s = {key_bytes(record_key(run_id, kind)): seconds for kind, seconds in longest_s.items()}
         self._validator = RunRecordValidator(run_id, now)
         # By record, and whether it expires too far ahead, which depends on the time.
-        self._verdicts: dict[tuple[DHTRecord, bool], _Verdict] = {}
-        self._before: dict[tuple[DHTRecord, bool], _Verdict] = {}  # from before the last `forget`
+        self._verdicts: dict[tuple[StoredRecord, bool], _Verdict] = {}
+        self._before: dict[tuple[StoredRecord, bool], _Verdict] = {}  # from before the last `forget`
         self.refused: Counter[RefusalKind] = Counter()  # the same bytes count once while they keep arriving
         self.num_verified = 0  # signatures checked so far
 
-    def validate(self, record: DHTRecord) -> bool:
+    def validate(self, record: StoredRecord) -> bool:
         """Returns True if a record is valid; hivemind calls it for every record from other nodes."""
         return self._admitted(record) is not None
 
     def open(self, kind: str, owner: object, sealed: object, expires: float) -> Record | None:
         """The message of a record as hivemind returns it; None if the record is refused."""
-        pack = DHTProtocol.serializer.dumps
-        key = DHTID.generate(source=record_key(self._run_id, kind)).to_bytes()
-        return self._admitted(DHTRecord(key, pack(owner), pack(sealed), expires))
+        return self._admitted(stored_record(record_key(self._run_id, kind), owner, sealed, expires))
 
-    def _admitted(self, record: DHTRecord) -> Record | None:
+    def _admitted(self, record: StoredRecord) -> Record | None:
         verdict = self._verdict(record)
         if isinstance(verdict, str):
             return None
@@ -82,7 +75,7 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
         """Drops the verdicts on records that have not arrived since the last call; to be called after each refresh."""
         self._before, self._verdicts = self._verdicts, {}
 
-    def _verdict(self, record: DHTRecord) -> _Verdict:
+    def _verdict(self, record: StoredRecord) -> _Verdict:
         too_long = record.expiration_time > self._now() + self._longest_s.get(record.key, MAX_LIFETIME_S)
         key = record, too_long
         verdict = self._verdicts.get(key) or self._before.get(key) or self._judge(record, too_long)
@@ -90,7 +83,7 @@ class Verifier(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no 
             self._verdicts[key] = verdict
         return verdict
 
-    def _judge(self, record: DHTRecord, too_long: bool) -> _Verdict:
+    def _judge(self, record: StoredRecord, too_long: bool) -> _Verdict:
         try:
             if too_long:
                 raise ProtocolError("lifetime", "the record's lifetime is too long")

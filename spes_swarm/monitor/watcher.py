@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from hivemind.p2p import PeerID
-
 from spes_swarm.base.address import best_first, peer_id_of, usable_peer_addresses
 from spes_swarm.base.errors import BootstrapError, ManifestError, NetworkProcessError, ProtocolError
 from spes_swarm.config.join_command import join_command
 from spes_swarm.config.manifest import Manifest
 from spes_swarm.monitor.evidence import MAX_BYTES
 from spes_swarm.monitor.verifier import Verifier
-from spes_swarm.network.link.dht_records import accept, record_key, search
+from spes_swarm.network.link.dht_records import accept, record_key
 from spes_swarm.network.link.known_peers import KnownPeers, checked_maddrs
 from spes_swarm.network.link.manifest_query import ask_for_manifest
 from spes_swarm.network.link.proof_query import fetch_proof
@@ -151,7 +149,7 @@ class Watcher:
     async def _read(self, kind: str, schema: type[_Record]) -> dict[str, _Record]:
         key = record_key(self.manifest.run_id, kind)
         try:
-            entries = await asyncio.wait_for(search(self._dht.node, key), _READ_TIMEOUT_S)
+            entries = await asyncio.wait_for(self._dht.node.search(key), _READ_TIMEOUT_S)
         except TimeoutError:
             return {}
         records: dict[str, _Record] = {}
@@ -200,9 +198,9 @@ class Watcher:
         dialled = await self._known_peers.dial(self._daemon, [*self._initial_ids, *turn])
         answering = {*dialled, *await self._dht.connected()}
         if answering:
-            self._dht.node.blacklist.clear()
+            self._dht.node.forgive_all()
             # This puts both nodes back into each other's routing tables.
-            await asyncio.gather(*(self._dht.node.protocol.call_ping(PeerID.from_base58(peer)) for peer in answering))
+            await asyncio.gather(*(self._dht.node.ping(peer) for peer in answering))
 
     # Proofs.
 

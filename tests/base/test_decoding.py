@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from spes_swarm.base.decoding import MAX_ELEMENTS, check_msgpack, load_json, unpack
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link import run_dht
 from spes_swarm.network.link.rpc import MAX_RPC_BYTES
+from spes_swarm.network.transport import hivemind_changes
 
 _SCALARS = (
     st.none()
@@ -156,7 +156,7 @@ def test_extensions_are_refused(code: int, size: int) -> None:
 def serializer(monkeypatch: pytest.MonkeyPatch) -> Any:
     """hivemind's, as it is in a peer."""
     monkeypatch.setattr(MSGPackSerializer, "loads", MSGPackSerializer.loads)  # and back to what it was in the end
-    run_dht.bound_dht_decoding()
+    hivemind_changes.bound_decoding()
     return MSGPackSerializer
 
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from spes_swarm.network.link.clock import SwarmClock, give_to_hivemind
+from spes_swarm.network.link.clock import SwarmClock
+from spes_swarm.network.transport.hivemind_changes import use_clock
 
 
 @contextmanager
@@ -19,5 +20,5 @@ def in_hivemind(own: SwarmClock) -> Iterator[None]:
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == "hivemind" and hasattr(module, "get_dht_time"):
                 patch.setattr(module, "get_dht_time", time.time)  # and back to what it was in the end
-        give_to_hivemind(own.now)
+        use_clock(own.now)
         yield

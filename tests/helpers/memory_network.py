@@ -37,8 +37,8 @@ class MemoryNetwork:
         """Ends a peer's calls and resets its streams; from now on it reaches nobody, and nobody reaches it."""
         self._peers.pop(peer_id).gone.set()
         for end in [end for end in self._ends if end.peer_id == peer_id]:
-            end.reset()
-            end.other.reset()
+            for each in (end, end.other):
+                each.reset(ConnectionResetError(f"{peer_id} has been cut off"))
 
     def freeze(self, peer_id: str) -> None:
         """Holds back all that a peer sends, and all that is sent to it."""
@@ -163,14 +163,13 @@ class _End(asyncio.Transport):
         self._is_soon = False  # a handover is scheduled
         self._is_full = False  # the writer has been told to wait
         self._is_reading = True
-        self._is_complete = self._is_told = False  # nothing more is written, and the other end has been told so
-        self._closes = self._is_lost = False
+        self._closes = self._is_broken = self._is_lost = False
 
     # As asyncio's streams use it.
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Takes data, and more than is wanted, if the writer does not wait."""
-        if self._is_complete:
+        if self._closes:
             return
         self._written += data
         if len(self._written) > _HIGH_BYTES and not self._is_full:
@@ -179,13 +178,8 @@ class _End(asyncio.Transport):
         self.hand_over_soon()
 
     def can_write_eof(self) -> bool:
-        """Half a stream can be closed."""
-        return True
-
-    def write_eof(self) -> None:
-        """Ends this direction, once everything has been taken."""
-        self._is_complete = True
-        self.hand_over_soon()
+        """Half a stream cannot be closed: with p2pd, both directions would end."""
+        return False
 
     def get_write_buffer_size(self) -> int:
         """Bytes that the other end has not taken."""
@@ -211,20 +205,20 @@ class _End(asyncio.Transport):
     def close(self) -> None:
         """Closes this end once everything has been taken; what still comes is dropped."""
         self._closes = True
-        self.write_eof()
+        self.hand_over_soon()
 
     def abort(self) -> None:
         """Drops what has not been taken, and resets the stream."""
-        self._closes = self._is_complete = True
-        self._written.clear()
-        self._loop.call_soon(self._lose, None)
-        self.other.reset()
+        self.reset(None)
+        self.other.reset(ConnectionResetError("the other end was aborted"))
 
     # Between the ends.
 
-    def reset(self) -> None:
+    def reset(self, error: Exception | None) -> None:
         """The stream has broken."""
-        self._loop.call_soon(self._lose, ConnectionResetError("the stream was reset"))
+        self._closes = self._is_broken = True
+        self._written.clear()
+        self._loop.call_soon(self._lose, error)
 
     def hand_over_soon(self) -> None:
         """Lets the other end take what it has room for."""
@@ -234,7 +228,7 @@ class _End(asyncio.Transport):
 
     def _hand_over(self) -> None:
         self._is_soon = False
-        if self._is_lost or self._network.is_frozen(self.peer_id, self.other.peer_id):
+        if self._is_broken or self._is_lost or self._network.is_frozen(self.peer_id, self.other.peer_id):
             return None
         if self._written and self.other._is_lost:
             return self._lose(ConnectionResetError("the other end is closed"))
@@ -247,16 +241,14 @@ class _End(asyncio.Transport):
                 self._is_full = False
                 self._protocol.resume_writing()
             self.hand_over_soon()
-        elif not self._written and self._is_complete:
-            if not self._is_told and not self.other._closes:
+        elif not self._written and self._closes:
+            if not self.other._closes:
                 self.other._protocol.eof_received()
-            self._is_told = True
-            if self._closes:
-                self._lose(None)
+            self._lose(None)
         return None
 
     def _lose(self, error: Exception | None) -> None:
         if not self._is_lost:
-            self._is_lost = self._closes = self._is_complete = True
+            self._is_lost = self._closes = True
             self._written.clear()
             self._protocol.connection_lost(error)

@@ -36,6 +36,7 @@ from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import Channel, Guests, serve_channel
 from spes_swarm.network.round.proofs import Proofs
 from spes_swarm.network.transport.daemon import Daemon, bootstrap
+from spes_swarm.network.transport.dht import DhtNode
 from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.protocol.admission.exclusion import Exclusions
 from spes_swarm.protocol.averaging.commitments import Exchange
@@ -65,7 +66,7 @@ class Node:
         self.daemon = daemon
         self.node = node
         self.maddr = maddr
-        self.records = Records(node, self.identity, manifest().run_id, time.time)
+        self.records = Records(DhtNode(node), self.identity, manifest().run_id, time.time)
 
     async def publish(self, **changes: Any) -> None:
         """Tells that it is there."""

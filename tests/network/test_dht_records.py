@@ -34,8 +34,9 @@ from spes_swarm.network.link.dht_records import (
     _num_bytes,
     record_key,
 )
-from spes_swarm.network.link.run_dht import bound_dht_storage
 from spes_swarm.network.transport.daemon import Daemon, bootstrap
+from spes_swarm.network.transport.dht import DhtNode
+from spes_swarm.network.transport.hivemind_changes import bound_storage
 from spes_swarm.protocol.admission.grants import MAX_ADMISSION_BYTES
 from spes_swarm.protocol.members.identity import Identity, verify
 from spes_swarm.protocol.members.record_cache import VerifiedRecords
@@ -364,15 +365,15 @@ def test_a_refused_record_takes_no_place_and_costs_no_signature(contacts: set[st
     assert not num_verified
 
 
-def bound_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_bound_storage(monkeypatch: pytest.MonkeyPatch) -> None:
     """For one test, what a run's process does for good."""
     monkeypatch.setattr(DHTProtocol, "_validate_dictionary", DHTProtocol._validate_dictionary)
     monkeypatch.setattr(DictionaryDHTValue, "store", DictionaryDHTValue.store)
-    bound_dht_storage()
+    bound_storage()
 
 
 def test_an_old_copy_of_an_entry_neither_takes_memory_nor_ends_the_newer_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound_storage(monkeypatch)
+    with_bound_storage(monkeypatch)
     now = get_dht_time()
     dictionary = DictionaryDHTValue()
     for seconds in range(10, 510):  # a record that is renewed, and read again and again
@@ -389,7 +390,7 @@ def test_an_old_copy_of_an_entry_neither_takes_memory_nor_ends_the_newer_one(mon
 def test_a_stranger_too_many_does_not_hide_the_others_of_a_dictionary(
     contacts: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bound_storage(monkeypatch)
+    with_bound_storage(monkeypatch)
     contacts.add(identity(4).peer_id)
     protocol = DHTProtocol(_initialized_with_create=True)
     protocol.record_validator = RunRecordValidator(RUN, time.time, contacts.__contains__)
@@ -419,7 +420,7 @@ async def two_nodes() -> None:
             if known:
                 await bootstrap(daemon, known, 5.0)
             nodes.append(await DHTNode.create(p2p=daemon.p2p, initial_peers=known, record_validator=VALIDATOR))
-        records = [Records(node, identity(i), RUN, time.time) for i, node in enumerate(nodes)]
+        records = [Records(DhtNode(node), identity(i), RUN, time.time) for i, node in enumerate(nodes)]
         await honest_peers_see_each_other(records)
         await an_intruder_changes_nothing(nodes, records)
         newcomer = await Daemon.start(identity(2).path, [], client_mode=True)
@@ -488,7 +489,7 @@ async def a_blank_answer_hides_nobody(hostile: DHTNode, reader: DHTNode) -> None
         return await ask(peer, keys)
 
     reader.protocol.call_find = ask_the_honest_later
-    found = await Records(reader, identity(2), RUN, time.time).read("leases", Lease)
+    found = await Records(DhtNode(reader), identity(2), RUN, time.time).read("leases", Lease)
     assert set(found) == {identity(0).peer_id, identity(1).peer_id}
 
 

@@ -14,6 +14,7 @@ from hivemind.dht import DHTNode
 from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.network.link.clock import TOLERANCE_S, Timekeeper
 from spes_swarm.network.link.dht_records import Records, RunRecordValidator
+from spes_swarm.network.transport.dht import DhtNode
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Progress
 from tests.helpers.dht_clock import in_hivemind
@@ -54,7 +55,7 @@ async def watch_a_record_expire(peers: Sequence[LocalPeer], victim: LocalPeer, o
                 record_validator=RunRecordValidator(manifest.run_id, now),
             )
             try:
-                records = Records(node, own, manifest.run_id, now)
+                records = Records(DhtNode(node), own, manifest.run_id, now)
                 found = await records.read("progress", Progress)
                 assert found.keys() == {peer_id(peer) for peer in peers}
                 for record in found.values():

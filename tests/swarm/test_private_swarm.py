@@ -21,6 +21,7 @@ from spes_swarm.network.link.dht_records import Records
 from spes_swarm.network.link.rpc import RefusedError
 from spes_swarm.network.link.wire import open_channel
 from spes_swarm.network.transport.daemon import Daemon
+from spes_swarm.network.transport.dht import DhtNode
 from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.protocol.admission.grants import read_invitation
 from spes_swarm.protocol.members.records import Lease, Progress
@@ -131,11 +132,11 @@ async def _intrude(maddr: str, stolen: bytes) -> None:
                     assert (frame.kind, len(frame.payload) < 100) == (FrameKind.ERROR, True)
         expires = time.time() + 600
         async with node_of(daemon, maddr) as node:
-            records = Records(node, own, manifest.run_id, time.time)  # stored in this very node, at least
+            records = Records(DhtNode(node), own, manifest.run_id, time.time)  # stored in this very node, at least
             for kind, record in (("progress", progress(expires, admission=stolen)), ("leases", lease(expires))):
                 await records.publish(kind, record)
     async with joined(maddr, identity(4)) as (daemon, _, manifest), node_of(daemon, maddr) as node:
-        records = Records(node, identity(4), manifest.run_id, time.time)
+        records = Records(DhtNode(node), identity(4), manifest.run_id, time.time)
         seen = await records.read("progress", Progress) | await records.read("leases", Lease)
         assert founder in seen
         assert own.peer_id not in seen

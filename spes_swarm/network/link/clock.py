@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from statistics import median, median_high
@@ -159,13 +158,6 @@ def parse_time(answer: Mapping[str, Any]) -> float:
     if not (isinstance(seconds, float) and math.isfinite(seconds) and 0.0 < seconds < MAX_TIME_S):
         raise ProtocolError("malformed", "the answer to clock is not a time")
     return seconds
-
-
-def give_to_hivemind(now: Callable[[], float]) -> None:
-    """Makes this process's DHT use `now`: each hivemind module has imported time.time under its own name."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "hivemind" and vars(module).get("get_dht_time") is time.time:
-            vars(module)["get_dht_time"] = now
 
 
 class Timekeeper:

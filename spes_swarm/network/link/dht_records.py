@@ -18,17 +18,12 @@ contact with; a newcomer calls every peer that it finds, so its records are kept
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
-
-from hivemind.dht import DHTNode
-from hivemind.dht.protocol import DHTProtocol
-from hivemind.dht.routing import DHTID
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from spes_swarm.base.decoding import unpack
 from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.transport.dht import DhtNode, RecordValidator, StoredRecord, is_plain, key_bytes
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.record_cache import VerifiedRecords
 from spes_swarm.protocol.members.records import SCHEMAS, Record
@@ -87,7 +82,7 @@ def accept(writer: str, record: Record) -> None:
     del writer, record
 
 
-class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind ships no types
+class RunRecordValidator(RecordValidator):
     """Accepts the records of one run and nothing else; `now` returns the swarm's time in Unix seconds, `is_known` True
     for a peer that this one has been in contact with.
     """
@@ -105,9 +100,9 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
         self._vet = vet
         self._strangers: dict[str, float] = {}  # writers of records that may be stored, until when
         self._pruned_at = -math.inf  # swarm time
-        self._kinds = {DHTID.generate(source=record_key(run_id, kind)).to_bytes(): kind for kind in SCHEMAS}
+        self._kinds = {key_bytes(record_key(run_id, kind)): kind for kind in SCHEMAS}
 
-    def validate(self, record: DHTRecord) -> bool:
+    def validate(self, record: StoredRecord) -> bool:
         """Returns True if a record may be stored or used; called for every record from another node."""
         try:
             self.open(record)
@@ -115,7 +110,7 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
             return False
         return True
 
-    def open(self, record: DHTRecord) -> tuple[str, Record]:
+    def open(self, record: StoredRecord) -> tuple[str, Record]:
         """Checks a record and returns (peer id of its writer, message).
 
         Raises:
@@ -125,7 +120,7 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
         kind = self._kinds.get(record.key)
         if kind is None:
             raise ProtocolError("key", "not a key of this run")
-        if record.subkey in DHTProtocol.RESERVED_SUBKEYS:
+        if is_plain(record):
             raise ProtocolError("subkey", "a plain value would replace the dictionary")
         if len(record.value) > MAX_RECORD_BYTES + 16 or len(record.subkey) > 128:
             raise ProtocolError("oversized", f"a record of {len(record.value)} bytes")
@@ -157,23 +152,11 @@ class RunRecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind
         return stranger in self._strangers or len(self._strangers) < MAX_STRANGERS
 
 
-async def search(node: DHTNode, key: str) -> Mapping[Any, Any]:
-    """The entries under a key by subkey, with their `value` and `expiration_time`, merged from all nodes that answer.
-
-    With hivemind's own "latest" (infinity), a single node that answers with an empty dictionary that never expires
-    would end the search, and all peers would seem to be gone. No expiration time satisfies a comparison with NaN, so
-    every node near the key is asked. The node must not share searches (`reuse_get_requests=False`): one that ends early
-    would end this one, too.
-    """
-    found = (await node.get_many([key], sufficient_expiration_time=math.nan)).get(key)
-    return found.value if found is not None and isinstance(found.value, dict) else {}
-
-
 @dataclass(frozen=True)
 class Records:
     """Reads and writes the records of one run; `now` and `is_known` as for RunRecordValidator."""
 
-    node: DHTNode
+    node: DhtNode
     identity: Identity
     run_id: str
     now: Callable[[], float]
@@ -184,16 +167,16 @@ class Records:
         """Stores this peer's record. Returns True if it is in the DHT afterwards."""
         sealed = seal(self.identity, kind, self.run_id, record)
         key, me = record_key(self.run_id, kind), self.identity.peer_id
-        if await self.node.store(key, sealed, record.expires, subkey=me):
+        if await self.node.store(key, sealed, record.expires, me):
             return True
         # Nodes also copy records to each other; one that has this very record already answers "not newer".
-        stored = (await search(self.node, key)).get(me)
+        stored = (await self.node.search(key)).get(me)
         return stored is not None and stored.expiration_time >= record.expires
 
     async def read(self, kind: str, schema: type[Model]) -> dict[str, Model]:
         """Returns all valid, unexpired records of a kind by peer id."""
         records: dict[str, Model] = {}
-        for owner, entry in (await search(self.node, record_key(self.run_id, kind))).items():
+        for owner, entry in (await self.node.search(record_key(self.run_id, kind))).items():
             try:
                 is_stranger = not self.is_known(owner)
                 writer, message = open_sealed(entry.value, kind, self.run_id, is_stranger=is_stranger)

@@ -14,11 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hivemind.dht import DHTNode
-from hivemind.p2p import PeerID
-
 from spes_swarm.base.address import peer_id_of, usable_peer_addresses
 from spes_swarm.network.transport.daemon import Daemon
+from spes_swarm.network.transport.dht import DhtNode
 
 _MAX_PEERS = 128
 MAX_MADDRS = 8
@@ -96,12 +94,9 @@ class KnownPeers:
         answers = await asyncio.gather(*(try_one(peer) for peer in peers))
         return [peer for peer in answers if peer is not None]
 
-    async def reunite(self, live: Collection[str], daemon: Daemon, node: DHTNode) -> None:
+    async def reunite(self, live: Collection[str], daemon: Daemon, node: DhtNode) -> None:
         """Dials peers that are not live, and brings those that answer back into the DHT."""
         for peer_id in await self.dial(daemon, self.due(live)):
-            peer = PeerID.from_base58(peer_id)
-            # This adds each node to the other's routing table, so that records pass between the two parts again.
-            if await node.protocol.call_ping(peer) is None:
+            # Once it answers, records pass between the two parts again.
+            if not await node.ping(peer_id):
                 await daemon.disconnect(peer_id)  # the connection was dead: see Rpc.on_silence
-            else:
-                node.blacklist.register_success(peer)

@@ -31,6 +31,7 @@ from multiaddr import Multiaddr
 
 from spes_swarm.base.errors import AddressError, BootstrapError, NetworkProcessError
 from spes_swarm.base.lifetime import die_with_parent
+from spes_swarm.network.transport import hivemind_changes
 from spes_swarm.network.transport.libp2p import Libp2p
 
 # From the messages of p2pd.
@@ -271,32 +272,15 @@ def _arguments(
 
 
 async def _attach(process: subprocess.Popen[bytes], sockets: Path, control: HivemindMultiaddr) -> P2P:
-    # `replicate` names the client's own socket after this prefix; a subclass keeps it inside our directory.
-    client: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
     while True:
         if process.poll() is not None:
             raise ConnectionError(f"it ended with code {process.returncode}")
         if (sockets / "p2pd.sock").exists():
             try:
-                p2p: P2P = await client.replicate(control)
-                p2p._client.control._pending_calls = _PendingCalls()
-                return p2p
+                return await hivemind_changes.connect(sockets, control)
             except (ConnectionError, FileNotFoundError):
                 pass  # the socket file exists a moment before the daemon accepts on it
         await asyncio.sleep(0.02)
-
-
-class _PendingCalls(dict[Any, asyncio.Future[Any]]):
-    """Calls that wait for an answer; those whose caller has given up count as absent.
-
-    hivemind 1.1.12 sets an answer without checking that its future is still pending. If a call times out at the moment
-    its answer arrives, that raises inside the task that reads from the daemon, and from then on no unary call of this
-    process is ever answered, the DHT's included. (Seen in tests that kill a peer during an exchange.)
-    """
-
-    def __contains__(self, key: object) -> bool:
-        future = self.get(key)
-        return future is not None and not future.done()
 
 
 def _dial_reason(message: str, address: str) -> tuple[str, bool]:
