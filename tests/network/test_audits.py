@@ -19,6 +19,9 @@ from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.taking_back import Return
 from tests.helpers.auditors import LIAR, SILENT, asked, audit_all, auditors, begin, exchanged
 from tests.helpers.hosts import run
+from tests.helpers.virtual_time import run_at_once
+
+LIMIT_S = 600.0  # of virtual time
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +49,7 @@ def test_a_liar_is_proven_by_what_the_others_show(tmp_path: Path, real: bool) ->
                 proof = open_proof(file.read_bytes())
                 assert (proof.culprit, proof.round, proof.kind) == (liar, 3, "result")
 
-    run(test)
+    run(test) if real else run_at_once(test(), LIMIT_S)
 
 
 def test_nothing_is_proven_against_honest_members() -> None:
@@ -61,7 +64,7 @@ def test_nothing_is_proven_against_honest_members() -> None:
                 assert not each.faults
                 assert not each.state.tracks.conduct.doubted(4)
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_who_does_not_show_its_work_in_three_rounds_is_doubted() -> None:
@@ -87,7 +90,7 @@ def test_who_does_not_show_its_work_in_three_rounds_is_doubted() -> None:
             assert not judge.proven
             assert not judge.faults
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_if_half_of_the_others_show_nothing_it_may_be_the_line() -> None:
@@ -104,7 +107,7 @@ def test_if_half_of_the_others_show_nothing_it_may_be_the_line() -> None:
                 await members[1].done()
             assert not members[1].state.tracks.conduct.doubted(5)
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_other_bytes_than_were_pushed_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +132,7 @@ def test_other_bytes_than_were_pushed_are_not_taken(monkeypatch: pytest.MonkeyPa
             assert members[1].state.tracks.conduct.doubts(other, 5) == ("audit",)
             assert not members[1].proven
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_audits_end_when_the_next_exchange_begins() -> None:
@@ -147,7 +150,7 @@ def test_audits_end_when_the_next_exchange_begins() -> None:
                 assert task.cancelled()
                 assert not each.proven
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_after_a_return_the_members_share_out_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +184,7 @@ def test_after_a_return_the_members_share_out_all_parts(monkeypatch: pytest.Monk
             assert lies
             assert liar in {culprit for each in members for culprit in each.proven}
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 @pytest.mark.parametrize("length", [-1.0, 0.0])
@@ -214,7 +217,7 @@ def test_auditors_see_who_opposes_the_others_unless_the_round_is_taken_back(leng
                 for peer_id, before in records.items():
                     assert list(each.state.tracks.conduct.known[peer_id].opposition) == before
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +241,7 @@ def test_what_auditors_may_ask_for(hello: dict[str, Any], why: str | None) -> No
             if why is not None:
                 assert frames[-1].error_text().startswith(why)
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_an_exchange_that_is_over_is_not_shown() -> None:
@@ -255,7 +258,7 @@ def test_an_exchange_that_is_over_is_not_shown() -> None:
             assert [frame.kind for frame in await asked(members, hello)] == [FrameKind.END]
             assert not members[1].faults
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_a_member_gets_so_many_contributions_and_no_more() -> None:
@@ -272,4 +275,4 @@ def test_a_member_gets_so_many_contributions_and_no_more() -> None:
             (refusal,) = await asked(members, hello)
             assert refusal.error_text().startswith("busy")
 
-    run(test)
+    run_at_once(test(), LIMIT_S)

@@ -26,7 +26,9 @@ from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.helpers.auditors import LIAR, STALL_S, Auditor, asked, audit_all, auditors, begin, exchanged
 from tests.helpers.hosts import run
 from tests.helpers.rounds import KEY
+from tests.helpers.virtual_time import run_at_once
 
+LIMIT_S = 600.0  # of virtual time
 AUDITOR, HELPER, HIDING = 1, 2, 3  # members; the first one, LIAR, reduces falsely unless it is honest
 
 
@@ -103,14 +105,15 @@ def test_who_is_silent_to_one_member_only_is_audited_through_another_and_noted_b
             assert asking[3:] == [AUDITOR, AUDITOR]
             assert [noted(each) for each in members] == [set()] * 4
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
-def test_who_is_silent_to_all_is_noted_by_all_that_were_asked() -> None:
+@pytest.mark.parametrize("real", [False, True], ids=["in memory", "through daemons"])
+def test_who_is_silent_to_all_is_noted_by_all_that_were_asked(real: bool) -> None:
     states = exchanged(6)
 
     async def test() -> None:
-        async with auditors(states) as members:
+        async with auditors(states, real=real) as members:
             hide(members[HIDING])
             begin(members)
             await audit(members[AUDITOR], reduced_by(states[0], LIAR))
@@ -120,7 +123,7 @@ def test_who_is_silent_to_all_is_noted_by_all_that_were_asked() -> None:
             assert [(each.round, each.key) for each in silences] == [(3, KEY.public)]
             assert not members[AUDITOR].proven
 
-    run(test)
+    run(test) if real else run_at_once(test(), LIMIT_S)
 
 
 def test_if_the_first_helpers_get_nothing_all_others_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +151,7 @@ def test_if_the_first_helpers_get_nothing_all_others_are_asked(monkeypatch: pyte
             assert not liar_asked  # about its own result
             assert noted(members[AUDITOR]) == set()
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_a_claim_is_judged_although_the_fetch_that_completed_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +207,7 @@ def test_a_member_asks_others_for_no_more_than_they_grant(monkeypatch: pytest.Mo
             assert len(shown) == 1
             assert not members[HELPER].faults
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_a_helper_that_passes_on_something_else_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +228,7 @@ def test_a_helper_that_passes_on_something_else_changes_nothing(monkeypatch: pyt
             assert members[AUDITOR].proven == [states[0].averaging.peer_ids[LIAR]]
             assert [noted(each) for each in members] == [set()] * 5
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_other_bytes_than_were_pushed_are_noted_by_helpers_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +248,7 @@ def test_other_bytes_than_were_pushed_are_noted_by_helpers_too(monkeypatch: pyte
             await settled(members)
             assert [noted(each) for each in members] == [set(), {3}, {3}, set()]
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_silence_that_may_have_another_reason_is_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +263,7 @@ def test_silence_that_may_have_another_reason_is_not_noted(monkeypatch: pytest.M
             await settled(members)
             assert [noted(each) for each in members] == [set()] * 4
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
     states = exchanged(4)
 
     async def behind() -> None:
@@ -297,7 +300,7 @@ def test_who_cannot_send_what_all_may_ask_for_in_time_is_not_noted(
             await settled(members)
             assert [HIDING in noted(each) for each in members] == [False, is_noted, is_noted, False]
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_who_has_not_committed_yet_says_so_and_that_is_another_silence() -> None:
@@ -315,7 +318,7 @@ def test_who_has_not_committed_yet_says_so_and_that_is_another_silence() -> None
                 (silence,) = each.state.tracks.conduct._peers[states[0].averaging.peer_ids[HIDING]].silences
                 assert (silence.round, silence.key) == (3, b"")
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_of_two_members_neither_notes_the_silence_of_the_other() -> None:
@@ -329,7 +332,7 @@ def test_of_two_members_neither_notes_the_silence_of_the_other() -> None:
             assert asking
             assert noted(members[1]) == set()
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_if_all_helpers_refuse_nothing_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +347,7 @@ def test_if_all_helpers_refuse_nothing_is_noted(monkeypatch: pytest.MonkeyPatch)
             assert set(asking) == {AUDITOR}
             assert noted(members[AUDITOR]) == set()
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_when_the_next_exchange_begins_helpers_ask_no_further_and_note_nothing() -> None:
@@ -363,7 +366,7 @@ def test_when_the_next_exchange_begins_helpers_ask_no_further_and_note_nothing()
             assert again.cancelled()
             assert noted(members[1]) == set()
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_a_liar_that_shows_its_work_to_nobody_hides_after_three_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +386,7 @@ def test_a_liar_that_shows_its_work_to_nobody_hides_after_three_rounds(monkeypat
             assert [hidden_from(each, 6) for each in members] == [set(), {LIAR}, {LIAR}, {LIAR}, {LIAR}]
             assert not any(each.proven for each in members)
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 # Helping others.
@@ -408,7 +411,7 @@ def test_a_helper_grants_each_auditor_little_and_all_together_not_much_more(monk
             assert refusal.error_text() == "busy: too many audits through this member by all together"
             assert [error.kind for _, error in members[1].faults] == ["busy"]  # which is not the auditor's fault
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_those_who_ask_for_the_same_share_a_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -440,7 +443,7 @@ def test_those_who_ask_for_the_same_share_a_fetch(monkeypatch: pytest.MonkeyPatc
             assert [len(await task) for task in (first, second)] == [2, 2]
             assert asking == [1]
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_who_was_silent_to_a_helper_is_not_asked_for_each_auditor_again() -> None:
@@ -461,7 +464,7 @@ def test_who_was_silent_to_a_helper_is_not_asked_for_each_auditor_again() -> Non
             assert asking == [1, 1]
             assert noted(members[1]) == {HIDING}
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_a_helper_takes_nothing_longer_than_a_contribution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -483,7 +486,7 @@ def test_a_helper_takes_nothing_longer_than_a_contribution(monkeypatch: pytest.M
             begin(members)
             assert len(await asked(members, request(states[0], HIDING, part))) == 2
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 @pytest.mark.parametrize("of", [0, 1, "somebody", b"bytes", 1.5, [], {}], ids=repr)
@@ -499,7 +502,7 @@ def test_a_third_member_of_the_group_is_asked_about(of: object) -> None:
             assert refusal.error_text().startswith("malformed: others are asked for the contributions of a third")
             assert asking == [[]] * 4
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 def test_other_groups_and_parts_are_not_asked_for() -> None:
@@ -515,7 +518,7 @@ def test_other_groups_and_parts_are_not_asked_for() -> None:
                 assert [frame.kind for frame in await asked(members, hello)] == [FrameKind.END]
             assert asking == []
 
-    run(test)
+    run_at_once(test(), LIMIT_S)
 
 
 ANYTHING = st.recursive(st.none() | st.text() | st.binary() | st.floats(), st.lists, max_leaves=3)

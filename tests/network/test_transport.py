@@ -201,10 +201,10 @@ def test_calls_are_those_of_hiveminds_servicers() -> None:
         async with hosts(2) as (mine, other):
             await mine.connect(other)
             p2p: P2P = other.daemon.p2p
-            theirs = await Rpc.get_stub(p2p, PeerID.from_base58(mine.peer_id), namespace="spes_swarm").rpc_call(
-                DownloadData(metadata=b"\x93"), timeout=LONG_S
-            )
-            assert b"malformed" in theirs.metadata
+            for namespace in ("spes_swarm", "spes_swarm/1"):
+                stub = Rpc.get_stub(p2p, PeerID.from_base58(mine.peer_id), namespace=namespace)
+                theirs = await stub.rpc_call(DownloadData(metadata=b"\x93"), timeout=LONG_S)
+                assert b"malformed" in theirs.metadata
             await Rpc().add_p2p_handlers(p2p, namespace="test")
             answer = await mine.transport.call(other.peer_id, name.replace("spes_swarm", "test"), b"!", LONG_S)
             assert answer == b"to " + mine.peer_id.encode() + b"!"

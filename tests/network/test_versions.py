@@ -1,4 +1,4 @@
-"""Calls and streams between peers of several versions of the protocol, through real daemons."""
+"""Calls and streams between peers of several versions of the protocol."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 
 import msgpack
 import pytest
-from hivemind.p2p import P2PContext, PeerID, ServicerBase
-from hivemind.proto import averaging_pb2
 
 from spes_swarm.base.errors import BootstrapError, ProtocolError, VersionError
 from spes_swarm.config.manifest import Manifest, found_run
@@ -19,65 +17,62 @@ from spes_swarm.network.link.manifest_query import ask_for_manifest
 from spes_swarm.network.link.rpc import RemoteError, Rpc
 from spes_swarm.network.link.wire import Channel, open_channel, serve_channel
 from spes_swarm.network.transport.daemon import Daemon, bootstrap
+from spes_swarm.network.transport.interface import Transport
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from tests.helpers.hosts import MEMBERS
 from tests.helpers.lone_trainer import run_config
+from tests.helpers.memory_network import MemoryNetwork
 from tests.helpers.rounds import identity
 
 REASONABLE_S = 60.0
-NOW, BEFORE = "spes_swarm", "spes_swarm/1"  # the names under which calls are served
+NOW, BEFORE = "spes_swarm::Rpc.rpc_call", "spes_swarm/1::Rpc.rpc_call"  # the names under which calls are served
 
 
-class Another(ServicerBase):  # type: ignore[misc]  # hivemind ships no types
-    """A peer that answers with the same bytes, whatever it is asked; as hivemind itself makes calls."""
+class Another:
+    """A peer that answers with the same bytes, whatever it is asked."""
 
     def __init__(self, answer: Any) -> None:
         self._answer = msgpack.packb(answer)
         self.asked: list[Any] = []
 
-    async def rpc_call(self, request: averaging_pb2.DownloadData, context: P2PContext) -> averaging_pb2.DownloadData:
-        self.asked.append(msgpack.unpackb(request.metadata))
-        return averaging_pb2.DownloadData(metadata=self._answer)
-
-
-# Other versions know the call by the same name.
-Another.__name__ = Rpc.__name__
+    async def answer(self, peer_id: str, request: bytes) -> bytes:
+        del peer_id
+        self.asked.append(msgpack.unpackb(request))
+        return bytes(self._answer)
 
 
 @dataclass
 class Pair:
-    """A peer of this version, and the daemon of another peer that is connected to it."""
+    """A peer of this version, and another peer that is connected to it."""
 
-    mine: Daemon
-    other: Daemon
+    mine: Transport
+    other: Transport
     rpc: Rpc
     faults: list[ProtocolError] = field(default_factory=list)
 
     async def serve(self, answer: Any, name: str = NOW) -> Another:
         """Makes the other peer one that answers this."""
         another = Another(answer)
-        await another.add_p2p_handlers(self.other.p2p, namespace=name)
+        await self.other.serve_calls(name, another.answer)
         return another
 
     async def say(self, message: Any, name: str = NOW) -> dict[str, Any]:
         """The answer of this peer to the other's message."""
-        stub = Another.get_stub(self.other.p2p, PeerID.from_base58(self.mine.peer_id), namespace=name)
-        request = averaging_pb2.DownloadData(metadata=msgpack.packb(message))
-        response = await stub.rpc_call(request, timeout=REASONABLE_S)
-        answer: dict[str, Any] = msgpack.unpackb(response.metadata)
-        return answer
+        answer = await self.other.call(self.mine.peer_id, name, msgpack.packb(message), REASONABLE_S)
+        return dict(msgpack.unpackb(answer))
 
 
 @asynccontextmanager
-async def pair() -> AsyncIterator[Pair]:
+async def transports(*, real: bool) -> AsyncIterator[tuple[Transport, Transport]]:
+    if not real:
+        network = MemoryNetwork()
+        yield network.join(identity(0).peer_id), network.join(identity(1).peer_id)
+        return
     mine = await Daemon.start(identity(0).path, ["/ip4/127.0.0.1/tcp/0"])
     other = await Daemon.start(identity(1).path, ["/ip4/127.0.0.1/tcp/0"])
     try:
-        found = Pair(mine, other, Rpc(mine.transport, lambda peer_id, error: found.faults.append(error)))
-        await found.rpc.start()
-        await found.rpc.serve("ping", echo)
         await bootstrap(other, await mine.maddrs(), REASONABLE_S)
-        yield found
+        yield mine.transport, other.transport
     finally:
         await other.stop()
         await mine.stop()
@@ -87,19 +82,24 @@ async def echo(peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
     return {"echo": request}
 
 
-def in_pair(check: Callable[[Pair], Awaitable[None]]) -> None:
+def in_pair(check: Callable[[Pair], Awaitable[None]], *, real: bool = False) -> None:
     async def run() -> None:
-        async with pair() as found:
-            await check(found)
+        async with transports(real=real) as (mine, other):
+            pair = Pair(mine, other, Rpc(mine, lambda peer_id, error: pair.faults.append(error)))
+            await pair.rpc.start()
+            await pair.rpc.serve("ping", echo)
+            await check(pair)
 
     asyncio.run(run())
 
 
+in_both = pytest.mark.parametrize("real", [False, True], ids=["in memory", "through daemons"])
 PING = {"method": "ping", "arguments": {"a": 1}}
 MINE = {"version": [6, 0]}
 
 
-def test_a_caller_learns_the_version_and_why_it_is_refused() -> None:
+@in_both
+def test_a_caller_learns_the_version_and_why_it_is_refused(real: bool) -> None:
     async def check(pair: Pair) -> None:
         for version in ([6, 0], [6, 7]):
             answer = await pair.say({"version": version, **PING, "something": "newer"})
@@ -122,7 +122,7 @@ def test_a_caller_learns_the_version_and_why_it_is_refused() -> None:
             assert (await pair.say({"version": nonsense, **PING}))["error"].startswith("malformed: the version of")
         assert {fault.kind for fault in pair.faults} == {"malformed"}
 
-    in_pair(check)
+    in_pair(check, real=real)
 
 
 def test_the_answer_of_another_major_version_is_an_error_that_names_both() -> None:
@@ -153,7 +153,8 @@ def test_the_answer_of_another_major_version_is_an_error_that_names_both() -> No
     in_pair(check)
 
 
-def test_a_peer_of_version_1_is_recognised() -> None:
+@in_both
+def test_a_peer_of_version_1_is_recognised(real: bool) -> None:
     async def check(pair: Pair) -> None:
         with pytest.raises(ConnectionError, match="not supported"):  # it does not answer calls yet
             await pair.rpc.call(pair.other.peer_id, "ping", {}, REASONABLE_S)
@@ -161,7 +162,7 @@ def test_a_peer_of_version_1_is_recognised() -> None:
         with pytest.raises(ProtocolError, match=r"speaks protocol 1\.0, this side 6\.0: upgrade peer Qm"):
             await pair.rpc.call(pair.other.peer_id, "ping", {}, REASONABLE_S)
 
-    in_pair(check)
+    in_pair(check, real=real)
 
 
 def test_the_search_for_a_manifest_ends_at_once_at_another_major_version() -> None:
@@ -208,10 +209,10 @@ def test_streams_of_another_major_version_are_refused() -> None:
         def note(peer_id: str, error: ProtocolError) -> None:
             pair.faults.append(error)
 
-        await serve_channel(pair.mine.transport, "test", handle, REASONABLE_S, note, MEMBERS)
+        await serve_channel(pair.mine, "test", handle, REASONABLE_S, note, MEMBERS)
 
         async def open_with(fields: dict[str, Any]) -> str:
-            async with open_channel(pair.other.transport, pair.mine.peer_id, "test", REASONABLE_S) as channel:
+            async with open_channel(pair.other, pair.mine.peer_id, "test", REASONABLE_S) as channel:
                 await channel.send(Frame(FrameKind.HELLO, payload=msgpack.packb(fields)))
                 return (await channel.receive(1000)).error_text()
 
