@@ -150,13 +150,9 @@ class RunFinder:
             self._initial_peers = self._reach_known_peers()
             return stored
         self._console.say(f"connecting to {plural(len(peer.initial_peers), 'initial peer')}")
-        deadline = time.monotonic() + peer.bootstrap_timeout_s
-        self._connected = self._context.ask(
-            Commands.bootstrap,
-            peer.bootstrap_timeout_s + 30.0,
-            maddrs=list(peer.initial_peers),
-            timeout_s=peer.bootstrap_timeout_s,
-        )
+        timeout_s, maddrs = peer.bootstrap_timeout_s, list(peer.initial_peers)
+        deadline = time.monotonic() + timeout_s
+        self._connected = self._context.ask(Commands.bootstrap, timeout_s + 30.0, maddrs=maddrs, timeout_s=timeout_s)
         expected = peer.run_id or (stored.run_id if stored is not None else None)
         if self._source is not None:
             expected = self._source.manifest.run_id
