@@ -196,11 +196,16 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, free_
         return on_device <= fraction * free_on_device and on_host <= fraction * free_on_host
 
     def shortage(work: Workload, num_experts: int) -> tuple[str, int, float]:
-        """Returns which memory is too small, the bytes needed there, and the bytes free."""
+        """Returns which memory lacks most, the bytes needed there, and the bytes free."""
         on_device, on_host = work.needed(num_experts)
-        if on_gpu and on_device > free_on_device:
+        if on_gpu and on_device - free_on_device > on_host - free_on_host:
             return memory_of(workload.device), on_device, free_on_device
         return memory_of(torch.device("cpu")), on_host, free_on_host
+
+    def lack(work: Workload) -> float:
+        """Returns how many bytes are missing for one expert, in both memories."""
+        on_device, on_host = work.needed(1)
+        return max(0.0, on_device - free_on_device) + max(0, on_host - free_on_host)
 
     if wanted == "auto":
         num_experts = _largest(most, fits) or 1
@@ -209,8 +214,8 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, free_
     if fits(num_experts, fraction=1.0):
         return num_experts
     where, needed, free = shortage(workload, num_experts)
-    shortages = [(flags, *shortage(work, 1)) for flags, work in (("", workload), *smaller_workloads(workload))]
-    flags, least_where, least, _ = min(shortages, key=lambda each: each[2] - each[3])
+    flags, smallest = min((("", workload), *smaller_workloads(workload)), key=lambda each: lack(each[1]))
+    least_where, least, _ = shortage(smallest, 1)
     raise CapacityError(
         f"training {plural(num_experts, 'expert')} needs {gigabytes(needed)} of {where}, but only "
         f"{gigabytes(free)} is free: "
@@ -245,12 +250,17 @@ def _largest(most: int, fits: Callable[[int], bool]) -> int:
 
 
 def smaller_workloads(workload: Workload) -> Iterator[tuple[str, Workload]]:
-    """Yields flags and the workload with them: the previous reference on the disk, then one saving after another."""
-    if workload.previous == "memory":
-        yield as_flags({"previous_reference": "disk"}), replace(workload, previous="disk")
+    """Yields flags and the workload with them: one saving after another, each with the previous reference on disk, too.
+
+    That slows down no step, so it comes first on its own.
+    """
     settings = {name: getattr(workload, name) for name in ("foreign_experts", "optimizer_states", "foreign_storage")}
-    for changes in savings(settings, workload.device):
-        yield as_flags(changes), replace(workload, **changes)
+    for changes in ({}, *savings(settings, workload.device)):
+        work = replace(workload, **changes)
+        if changes:
+            yield as_flags(changes), work
+        if workload.previous == "memory":
+            yield as_flags({"previous_reference": "disk", **changes}), replace(work, previous="disk")
 
 
 def memory_of(device: torch.device) -> str:

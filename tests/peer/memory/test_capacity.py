@@ -151,6 +151,29 @@ def test_moments_in_host_memory_are_suggested_for_a_small_gpu(monkeypatch: pytes
     assert ": one expert with --optimizer-states host still needs 819.4 MB of this machine's memory" in refusal(load, 2)
 
 
+def test_the_previous_reference_on_disk_is_combined_with_other_savings(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = replace(workload(LARGE), previous="memory")  # 1,112 MB with one expert, and 404 for it
+    with_free(monkeypatch, host=950 * M)
+    assert refusal(load, 2).endswith(": --experts 1 --previous-reference disk --foreign-experts int8 would fit")
+    with_free(monkeypatch, host=1_450 * M)
+    assert refusal(load, 2).endswith(": --experts 1 --previous-reference disk --foreign-experts bf16 would fit")
+    with_free(monkeypatch, host=890 * M)
+    line = refusal(load, 2)
+    assert ": one expert with --previous-reference disk --foreign-experts int4 still needs 895.4 MB;" in line
+    with_free(monkeypatch, host=10 * GB, device=500 * M)  # where it does not help
+    on_gpu = replace(workload(LARGE, CUDA), previous="memory")
+    assert refusal(on_gpu, 4).endswith(": --experts 3 --foreign-experts int8 --optimizer-states host would fit")
+
+
+def test_the_least_shortage_is_that_of_both_memories_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One expert needs 339.4 MB on the GPU, 152 less with its moments on the host, and there 667, 152 and 404 MB."""
+    load = replace(workload(LARGE, CUDA, "int4"), previous="memory")
+    with_free(monkeypatch, host=700 * M, device=320 * M)
+    line = refusal(load, 2)
+    assert line.startswith("training 2 experts needs 1.2 GB of this machine's memory, but only 700.0 MB is free: ")
+    assert "one expert with --previous-reference disk still needs 339.4 MB of the memory of cuda:0;" in line
+
+
 def test_ranks_count_in_the_memory_that_they_use() -> None:
     one, two = workload(LARGE), replace(workload(LARGE), num_ranks=3)
     assert two.device_bytes(2) == one.device_bytes(2)
