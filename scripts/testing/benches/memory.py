@@ -2,7 +2,8 @@
 
 A lone peer trains OLMoE of 54.8 M weights on the CPU for two rounds, once with each number of experts. What is measured
 is the largest sum of its processes' proportional set sizes, less that of a peer with a model of width 32, which is what
-Python, torch and hivemind need.
+Python, torch and hivemind need. What is counted is for a swarm that trains all experts: a lone peer with few of them
+gets no results of the others, and keeps none of their previous values.
 """
 
 from __future__ import annotations
