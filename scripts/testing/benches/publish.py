@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,10 +32,11 @@ from scripts.testing.benches import slow_lines
 from scripts.testing.benches.slow_lines import OUTSIDE, compare, slow_peers
 from scripts.testing.benchmark import Row
 from scripts.testing.local_network import LocalNetwork, enter_namespace
-from scripts.testing.local_peer import LocalPeer, LocalPeerError
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer, LocalPeerError
 from spes_swarm.base.rate_limit import DURING_ROUNDS_SHARE
 
 KINDS = ("shipped", "no limit")
+_ASK_S = 0.5
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +83,7 @@ def _hub(network: LocalNetwork, directory: Path) -> Iterator[str]:
 def _uploads(
     network: LocalNetwork, peer: LocalPeer, endpoint: str, limits: list[str], phase: int
 ) -> Iterator[Callable[[], int]]:
-    """Publishes repeatedly in the background."""
+    """Publishes repeatedly in the background; entered once the first bytes have arrived."""
     stop, current = threading.Event(), list[subprocess.Popen[bytes]]()
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_test_owner", "OMP_NUM_THREADS": "1"}
     log = peer.output_dir / f"publish{phase}.log"
@@ -101,11 +103,16 @@ def _uploads(
 
     thread = threading.Thread(target=publish)
     with ThreadPoolExecutor(1) as on_the_server:
+        moved = on_the_server.submit(ask).result()
         thread.start()
         try:
+            # At the lowest priority, beside three peers on few cores, loading torch alone may take longer than a phase.
+            deadline = time.monotonic() + PATIENCE_S
+            while on_the_server.submit(ask).result() == moved:
+                if time.monotonic() > deadline:
+                    raise LocalPeerError(f"nothing was uploaded\n{log.read_text(encoding='utf-8')[-2000:]}")
+                time.sleep(_ASK_S)
             yield lambda: on_the_server.submit(ask).result()
-            if on_the_server.submit(ask).result() == 0:
-                raise LocalPeerError(f"nothing was uploaded\n{log.read_text(encoding='utf-8')[-2000:]}")
         finally:
             stop.set()
             for process in current:
