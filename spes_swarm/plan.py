@@ -22,6 +22,7 @@ from spes_swarm.base.wording import plural, two_columns
 from spes_swarm.config.command_line import command_parser
 
 if TYPE_CHECKING:
+    from spes_swarm.config.experts_wanted import ExpertsWanted
     from spes_swarm.config.run import RunConfig
     from spes_swarm.peer.memory.plan import Plan
 
@@ -77,13 +78,11 @@ def _run(options: argparse.Namespace) -> None:
     # Everything below imports torch and transformers, which takes seconds.
     import torch
 
-    from spes_swarm.config.experts_wanted import parse_experts
     from spes_swarm.peer.memory.plan import Machine, plan
 
     device = torch.device("cuda" if options.device == "gpu" else "cpu")
-    run = _read_run(options)
-    wanted = parse_experts(options.experts, run.model.num_experts)
-    experts = None if wanted == "auto" else len(wanted) if isinstance(wanted, tuple) else wanted
+    run, wanted = _read_run(options)
+    wanted.check(run.model.num_experts)
     machine = Machine(
         device=device,
         memory=memory,
@@ -92,21 +91,22 @@ def _run(options: argparse.Namespace) -> None:
         download=options.download,
         ranks=options.ranks,
     )
-    made = plan(run, experts, machine, options.peers, options.batch_size)
+    made = plan(run, wanted.number, machine, options.peers, options.batch_size)
     print(json.dumps(made.to_json(), indent=1) if options.json else _table(made))
 
 
-def _read_run(options: argparse.Namespace) -> RunConfig:
-    """Returns the run that `join` would found with the same --config and --initial-weights."""
+def _read_run(options: argparse.Namespace) -> tuple[RunConfig, ExpertsWanted]:
+    """Returns the run that `join` would found with the same --config and --initial-weights, and the wanted experts."""
     from spes_swarm.config.peer import override
     from spes_swarm.peer.join_request import draft_request
 
     weights: str | None = options.initial_weights
-    draft = draft_request(options.config, weights, lambda peer: override(peer, initial_weights=weights))
+    flags = {"initial_weights": weights, "experts": options.experts}
+    draft = draft_request(options.config, weights, lambda peer: override(peer, **flags))
     run = draft.founded_run(with_tokenizer=False)
     if run is None:
         raise ConfigError(f"{options.config}: a plan needs a `run` section")
-    return run
+    return run, draft.peer.experts
 
 
 def _table(made: Plan) -> str:

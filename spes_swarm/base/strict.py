@@ -6,8 +6,9 @@ A field's declared type states what it accepts, and error messages are derived f
     class Example(Section):
         rounds: Annotated[int, Range(1)]
 
-Allowed are int, float, bool and str, `Annotated` with a `Range` or a `Pattern`, `Literal` text, nested sections,
-`tuple[T, ...]` and `tuple[T, T]` of any of these, `dict[str, ...]` for JSON values, and any of these `| None`.
+Allowed are int, float, bool and str, `Annotated` with a `Range` or a `Pattern`, any type with a `Grammar`, `Literal`
+text, nested sections, `tuple[T, ...]` and `tuple[T, T]` of any of these, `dict[str, ...]` for JSON values, and any of
+these `| None`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import math
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -57,6 +58,17 @@ class Pattern:
     def holds(self, value: str) -> bool:
         """Returns True if the field accepts `value`."""
         return re.fullmatch(self.regex, value) is not None
+
+    def __str__(self) -> str:
+        return self.meaning
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """The text that a field accepts, which holds what that text means; its `str` is the text again."""
+
+    parse: Callable[[str], Any]  # raises a ConfigError that lacks the name of the field
+    meaning: str  # completes "expected ..."
 
     def __str__(self) -> str:
         return self.meaning
@@ -110,7 +122,9 @@ def _plain(value: Any) -> Any:
         return value.to_dict()
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
 def read_section(cls: type[_S], values: Any, where: str, key: str) -> _S:
@@ -202,6 +216,11 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
         if not (isinstance(value, str) and value in get_args(base)):
             raise wrong
         return value
+    if isinstance(constraint, Grammar) and type(value) is str:
+        try:
+            return constraint.parse(value)
+        except ConfigError as exc:
+            raise ConfigError(f"{key}: {exc}") from None
     # A bool is an int in Python, but `true` in place of a number is a mistake.
     if base is float and type(value) is int:
         try:
@@ -210,7 +229,7 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
             raise wrong from None
     if type(value) is not base or (base is float and not math.isfinite(value)):
         raise wrong
-    if constraint is not None and not constraint.holds(value):
+    if isinstance(constraint, Range | Pattern) and not constraint.holds(value):
         raise wrong
     return value + 0.0 if base is float else value  # -0.0 becomes 0.0: equal values give equal bytes
 
@@ -235,7 +254,7 @@ def _checked_setting(value: Any, key: str, depth: int) -> Any:
     return value
 
 
-def declared(hint: Any) -> tuple[Any, Range | Pattern | None, bool]:
+def declared(hint: Any) -> tuple[Any, Range | Pattern | Grammar | None, bool]:
     """Splits a type hint into the bare type, its constraint, and whether None is allowed."""
     if get_origin(hint) in (Union, types.UnionType):
         (inner,) = (item for item in get_args(hint) if item is not type(None))
@@ -251,7 +270,7 @@ def _expected(hint: Any) -> str:
     """Describes a declared type in words."""
     base, constraint, optional = declared(hint)
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    if isinstance(constraint, Pattern):
+    if isinstance(constraint, Pattern | Grammar):
         text = str(constraint)
     elif get_origin(base) is Literal:
         text = alternatives(get_args(base))

@@ -2,43 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Self
 
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.wording import one_to
 
-ExpertsWanted = Literal["auto"] | int | tuple[int, ...]
+EXPERTS_FORMS = "auto, a number of experts, or experts such as 0,3,5"
 
 
-def parse_experts(text: str, num_experts: int) -> ExpertsWanted:
-    """Parses `--experts`: "auto", a number of experts (`"2"` -> 2), or a sorted tuple of expert numbers.
+@dataclass(frozen=True)
+class ExpertsWanted:
+    """As many experts as the run wants (`auto`), that many (`2`), or certain ones (`0,3`; a single one is `3,`)."""
 
-    A single expert is written with a comma: `"3,"` -> (3,).
+    text: str  # as the user wrote it
+    number: int | None  # None: auto
+    named: tuple[int, ...] | None  # ascending; None: any
 
-    Raises:
-        ConfigError: none of these, more experts than the model has, an unknown expert, or one named twice.
-    """
-    where, text = f"experts: found {text!r}", text.strip()
-    if text == "auto":
-        return "auto"
-    words = [word.strip() for word in text.split(",")]
-    is_list = len(words) > 1
-    if is_list and not words[-1]:
-        words.pop()
-    # isdecimal alone accepts the digits of other scripts, which are not numbers everywhere.
-    if not all(word.isascii() and word.isdecimal() and len(word) <= 9 for word in words):
-        raise ConfigError(f"{where}, expected auto, a number of experts, or experts such as 0,3,5")
-    numbers = [int(word) for word in words]
-    if not is_list:
-        if not 1 <= numbers[0] <= num_experts:
-            raise ConfigError(
-                f"{where}, expected {one_to(num_experts, 'expert')} (for expert {numbers[0]}: '{numbers[0]},')"
-            )
-        return numbers[0]
-    for number in numbers:
-        if number >= num_experts:
-            known = f"experts from 0 to {num_experts - 1}" if num_experts > 1 else "expert 0 (the model has no other)"
-            raise ConfigError(f"{where}, expected {known}")
-        if numbers.count(number) > 1:
-            raise ConfigError(f"{where}, expected each expert once ({number} is repeated)")
-    return tuple(sorted(numbers))
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parses `--experts`.
+
+        Raises:
+            ConfigError: none of these, no expert at all, or one named twice; the message lacks the name of the setting.
+        """
+        words = [word.strip() for word in text.split(",")]
+        if words == ["auto"]:
+            return cls(text, None, None)
+        is_list = len(words) > 1
+        if is_list and not words[-1]:
+            words.pop()
+        # isdecimal alone accepts the digits of other scripts, which are not numbers everywhere.
+        if not all(word.isascii() and word.isdecimal() and len(word) <= 9 for word in words):
+            raise ConfigError(f"found {text!r}, expected {EXPERTS_FORMS}")
+        numbers = [int(word) for word in words]
+        if not is_list:
+            if numbers == [0]:
+                raise ConfigError(f"found {text!r}, expected at least 1 expert (for expert 0: '0,')")
+            return cls(text, numbers[0], None)
+        for number in numbers:
+            if numbers.count(number) > 1:
+                raise ConfigError(f"found {text!r}, expected each expert once ({number} is repeated)")
+        return cls(text, len(numbers), tuple(sorted(numbers)))
+
+    def check(self, num_experts: int) -> None:
+        """Refuses what a model with that many experts does not have.
+
+        Raises:
+            ConfigError: it has fewer experts, or lacks one that is named.
+        """
+        if self.named is None and (self.number or 0) > num_experts:
+            expected = f"{one_to(num_experts, 'expert')} (for expert {self.number}: '{self.number},')"
+        elif self.named is not None and self.named[-1] >= num_experts:
+            expected = "expert 0 (the model has no other)"
+            if num_experts > 1:
+                expected = f"experts from 0 to {num_experts - 1}"
+        else:
+            return
+        raise ConfigError(f"experts: found {self.text!r}, expected {expected}")

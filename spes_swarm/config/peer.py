@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, Self
 
 from spes_swarm.base.address import listen_addresses, peer_addresses
 from spes_swarm.base.errors import ConfigError
-from spes_swarm.base.strict import Pattern, Range, Section, read_section
+from spes_swarm.base.strict import Grammar, Pattern, Range, Section, read_section
 from spes_swarm.config.command_line import setting
 from spes_swarm.config.constraints import BatchSize, Count, NotNegative, Positive, Seed, Text
+from spes_swarm.config.experts_wanted import EXPERTS_FORMS, ExpertsWanted
 
 # How this peer computes, and where things are kept. `auto` is resolved when the peer starts.
 Precision = Literal["auto", "fp32", "bf16"]
@@ -53,7 +54,7 @@ class PeerConfig(Section):
     name: Annotated[str, Pattern(r"[^\x00-\x1f\x7f]{1,40}", "1 to 40 printable characters")] | None = setting(
         None, "public nickname, shown by monitors", "NAME"
     )
-    experts: Text = setting(
+    experts: Annotated[ExpertsWanted, Grammar(ExpertsWanted.parse, EXPERTS_FORMS)] = setting(
         "auto",
         "how many experts to train, or which ones; auto: the run's number, or fewer if memory is short",
         "auto|N|i,j",

@@ -10,12 +10,9 @@ from typing import Any
 
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.config.data_source import HF_PREFIX
-from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.file import RawConfigFile, continued_config_path, default_config_path, read_config_file
-from spes_swarm.config.model_size import MAX_EXPERTS
 from spes_swarm.config.peer import PeerConfig, override
 from spes_swarm.config.run import RunConfig
-from spes_swarm.publishing.target import parse_location
 from spes_swarm.storage.invitations import own_invitation
 from spes_swarm.storage.run_directory import RunDirectory
 
@@ -80,11 +77,12 @@ def read_request(options: argparse.Namespace) -> DraftRequest:
     Raises:
         ConfigError: the configuration or a flag is invalid.
         AddressError: an address is invalid.
+        InvitationError: the invitation is damaged, or to another run.
     """
     flags = dict(vars(options))
     config_path, private = flags.pop("config", None), flags.pop("private", False)
     draft = draft_request(config_path, flags.get("initial_weights"), lambda peer: override(peer, **flags))
-    check_peer(draft.peer)
+    own_invitation(draft.peer, RunDirectory(Path(draft.peer.output_dir)))
     _check_effects(flags | {"private": True} if private else flags, draft.peer)
     run = draft.file.run
     if private and run is not None and run.get("admission", "open") == "open":
@@ -136,18 +134,3 @@ def draft_request(
     default = default_config_path() if initial_weights is None else continued_config_path()
     file = read_config_file(config or default, initial_weights)
     return DraftRequest(change(file.peer), file, config is not None)
-
-
-def check_peer(peer: PeerConfig) -> None:
-    """Checks the settings of a peer that have a grammar of their own.
-
-    Raises:
-        ConfigError: a setting is invalid.
-        InvitationError: the invitation is damaged, or to another run.
-    """
-    own_invitation(peer, RunDirectory(Path(peer.output_dir)))
-    if peer.publish_to is not None:
-        parse_location(peer.publish_to)
-    if peer.from_hub is not None:
-        parse_location(peer.from_hub, with_revision=True)
-    parse_experts(peer.experts, MAX_EXPERTS)

@@ -15,16 +15,16 @@ from spes_swarm.base.errors import ConfigError, DataError, UserError
 from spes_swarm.base.strict import read_section
 from spes_swarm.config.data import DataConfig
 from spes_swarm.config.data_source import missing_paths
-from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.config.manifest import RawManifest
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig, TrainingConfig
 from spes_swarm.data.corpus import check_source
-from spes_swarm.peer.join_request import check_peer, founds_run
+from spes_swarm.peer.join_request import founds_run
 from spes_swarm.peer.run_data import PeerData
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.publishing.target import parse_location, parse_model
 from spes_swarm.storage.checkpoint import last_peer
+from spes_swarm.storage.invitations import own_invitation
 from spes_swarm.storage.run_directory import RunDirectory, locked_identity
 from spes_swarm.storage.trackers import check_tracker
 from spes_swarm.training.ranks.placement import Placement
@@ -67,9 +67,9 @@ def check_request(peer: PeerConfig, run: RunConfig | None, placement: Placement 
     Raises:
         UserError: the request is invalid, or fails `check_machine` or `check_run`.
     """
-    check_peer(peer)
+    own_invitation(peer, RunDirectory(Path(peer.output_dir)))
     if run is not None:
-        parse_experts(peer.experts, run.model.num_experts)
+        peer.experts.check(run.model.num_experts)
     check_machine(peer)
     check_run(peer, None if run is None else run.to_dict(), placement)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from spes_swarm.config.experts_wanted import parse_experts
 from spes_swarm.metrics import events
 from spes_swarm.peer.joining.context import SessionContext
 from spes_swarm.peer.joining.daemon import Reach
 from spes_swarm.peer.joining.machine import OpenedData, SharedMemory
 from spes_swarm.peer.joining.run_finder import FoundRun
 from spes_swarm.peer.joining.starting_point import StartingReference
+from spes_swarm.peer.memory.peer_plan import PeerPlan
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands
 from spes_swarm.port.messages import Presence, RunSettings
 from spes_swarm.protocol.members.records import State
@@ -77,19 +77,18 @@ def enter_swarm(
 
 
 def claim_experts(
-    context: SessionContext, found: FoundRun, data: OpenedData, memory: SharedMemory, reference: StartingReference
+    context: SessionContext, found: FoundRun, plan: PeerPlan, reference: StartingReference
 ) -> tuple[int, ...]:
     """Claims leases on the wanted experts; "auto" means the run's `experts_per_peer`, as far as memory allows."""
-    run, room, say = found.manifest.run, data.plan.experts, context.console.say
-    wanted = parse_experts(context.peer.experts, memory.layout.num_experts)
-    fixed = isinstance(wanted, tuple)
-    if wanted == "auto" and room < run.experts_per_peer:
+    run, room, say = found.manifest.run, plan.experts, context.console.say
+    wanted = context.peer.experts
+    if wanted.number is None and room < run.experts_per_peer:
         say(f"training {room} instead of {run.experts_per_peer} experts: more do not fit in memory")
-    choice = wanted if isinstance(wanted, tuple) else room
+    choice = room if wanted.named is None else wanted.named
     held = () if reference.checkpoint is None else reference.checkpoint.meta.held
-    if held and wanted in ("auto", len(held)):
+    if held and wanted.named is None and wanted.number in (None, len(held)):
         choice = tuple(held)
         room = max(room, len(choice))
     if room > run.most_experts:
         say(f"{room} experts requested: a peer keeps at most {run.most_experts} while others can hold the rest")
-    return context.ask(Commands.claim, COMMAND_TIMEOUT_S, experts=choice, room=room, fixed=fixed)
+    return context.ask(Commands.claim, COMMAND_TIMEOUT_S, experts=choice, room=room, fixed=wanted.named is not None)

@@ -61,7 +61,7 @@ def join_run(context: SessionContext) -> Joined:
     with phase("fetching the swarm's weights"):
         reference = start.obtain(stored, announce_syncing=lambda: announce("syncing"))
     with phase("claiming experts"):
-        held = claim_experts(context, found, data, memory, reference)
+        held = claim_experts(context, found, data.plan, reference)
     with phase("building the model"):
         trainer = make_trainer(context, machine, found, data, memory, held)
         if reach.maddrs:  # more threads than this peer's might not suit others

@@ -31,7 +31,6 @@ import torch
 
 from spes_swarm.base.errors import CapacityError, ConfigError
 from spes_swarm.base.wording import plural
-from spes_swarm.config.experts_wanted import ExpertsWanted, parse_experts
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.experts import PROJECTIONS
@@ -178,13 +177,13 @@ class Workload:
         return on_host if self.device.type == "cpu" else on_device
 
 
-def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, free_on_device: float | None = None) -> int:
-    """Returns how many experts to train: `wanted`, or for "auto" up to `most`, leaving memory for activations.
+def experts_that_fit(workload: Workload, wanted: int | None, most: int, free_on_device: float | None = None) -> int:
+    """Returns how many experts to train: `wanted`, or if that is None up to `most`, leaving memory for activations.
 
     `free_on_device` is in bytes; None: it is measured.
 
     Raises:
-        CapacityError: the wanted experts do not fit, or for "auto" not even one; the message says what would fit.
+        CapacityError: the wanted experts do not fit, or not even one; the message says what would fit.
     """
     free_on_host = free_host_bytes()
     if free_on_device is None:
@@ -207,10 +206,7 @@ def experts_that_fit(workload: Workload, wanted: ExpertsWanted, most: int, free_
         on_device, on_host = work.needed(1)
         return max(0.0, on_device - free_on_device) + max(0, on_host - free_on_host)
 
-    if wanted == "auto":
-        num_experts = _largest(most, fits) or 1
-    else:
-        num_experts = len(wanted) if isinstance(wanted, tuple) else wanted
+    num_experts = wanted if wanted is not None else _largest(most, fits) or 1
     if fits(num_experts, fraction=1.0):
         return num_experts
     where, needed, free = shortage(workload, num_experts)
@@ -282,7 +278,8 @@ def plan_experts(
         ConfigError: the model lacks the wanted experts, or the batch is too large.
         CapacityError: see `experts_that_fit`.
     """
-    wanted = parse_experts(peer.experts, run.model.num_experts)
+    peer.experts.check(run.model.num_experts)
+    wanted = peer.experts.number
     run.training.batch_size_of(peer.batch_size)
     workload = Workload.of(run, peer, device, num_ranks)
     if peer.previous_reference == "auto":  # in memory only if that costs neither the peer nor an expert

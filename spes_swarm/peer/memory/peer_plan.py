@@ -58,7 +58,7 @@ def plan_peer(run: RunConfig, peer: PeerConfig, device: torch.device, num_ranks:
         return PeerPlan(experts=experts, micro_batch_size=most, note=note, previous=work.previous)
     run = replace(run, training=replace(run.training, batch_size=batch_size))
     estimate = StepEstimate(run, StepShape.of(peer, device, experts), work.layout)
-    smallest = experts if peer.experts != "auto" else 1
+    smallest = experts if peer.experts.number is not None else 1
     while experts > smallest and sharing * estimate.temporary(1) > free - work.beside_activations(experts):
         experts -= 1
     static = work.beside_activations(experts)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_swarm.base.errors import CapacityError, ConfigError
+from spes_swarm.config.experts_wanted import ExpertsWanted
 from spes_swarm.config.file import default_config_path, load_config
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
@@ -65,7 +66,7 @@ def test_as_many_experts_as_the_bytes_allow(
     with pytest.MonkeyPatch.context() as patch:
         with_free(patch, host=free)
         try:
-            fit = experts_that_fit(load, "auto", most)
+            fit = experts_that_fit(load, None, most)
         except CapacityError as exc:
             assert needed(1) > free
             proposed = str(exc).rpartition(": ")[2].split()
@@ -88,7 +89,7 @@ M = 10**6
 LARGE = small_layout(num_experts=8, shared=10 * M, expert=9 * M)
 
 
-def refusal(load: Workload, wanted: int | tuple[int, ...]) -> str:
+def refusal(load: Workload, wanted: int | None) -> str:
     with pytest.raises(CapacityError) as raised:
         experts_that_fit(load, wanted, 8)
     assert "\n" not in str(raised.value)
@@ -118,21 +119,21 @@ def test_a_refusal_says_what_would_fit(
     assert line.startswith(
         f"training {wanted} experts needs {shown} of this machine's memory, but only {have} is free: {what_would_fit}"
     )
-    assert refusal(load, tuple(range(wanted))) == line
+    assert refusal(load, ExpertsWanted.parse(",".join(map(str, range(wanted))) + ",").number) == line
 
 
 def test_what_just_fits_is_tried_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, host=1_760 * M)
     assert experts_that_fit(workload(LARGE), 4, 8) == 4
-    assert experts_that_fit(workload(LARGE), "auto", 8) == 1
+    assert experts_that_fit(workload(LARGE), None, 8) == 1
 
 
 def test_a_gpu_and_the_machine_around_it_are_checked_each(monkeypatch: pytest.MonkeyPatch) -> None:
     load = workload(LARGE, CUDA)
     with_free(monkeypatch, host=10 * GB, device=2 * GB)
-    assert experts_that_fit(load, "auto", 8) == 8  # 160 + 8 * 144 MB are less than 1.4 GB
+    assert experts_that_fit(load, None, 8) == 8  # 160 + 8 * 144 MB are less than 1.4 GB
     with_free(monkeypatch, host=10 * GB, device=1 * GB)
-    assert experts_that_fit(load, "auto", 8) == 2  # 160 + 2 * 144 + 6 * 36
+    assert experts_that_fit(load, None, 8) == 2  # 160 + 2 * 144 + 6 * 36
     with_free(monkeypatch, host=10 * GB, device=500 * M)
     assert "needs 880.0 MB of the memory of cuda:0, but only 500.0 MB is free" in refusal(load, 4)
     with_free(monkeypatch, host=655 * M, device=10 * GB)
@@ -240,7 +241,7 @@ def test_the_quickstart_is_counted_without_being_built(tmp_path: Path, monkeypat
     with pytest.raises(CapacityError, match=r"needs \d\.\d MB of this machine's memory, but only 2\.0 MB is free"):
         plan_experts(run, peer, CPU)
     with pytest.raises(ConfigError, match="expected 1 to 8 experts"):
-        plan_experts(run, PeerConfig(experts="9"), CPU)
+        plan_experts(run, PeerConfig(experts=ExpertsWanted.parse("9")), CPU)
 
 
 @pytest.mark.parametrize(("optimiser", "moments"), [("adamw", 8), ("muon", 4)])
@@ -265,10 +266,10 @@ def test_the_2b_model_fits_into_16_gb_with_one_expert(monkeypatch: pytest.Monkey
     run = load_config(ROOT / "configs" / "spes-2b.yaml").run
     assert run is not None
     with_free(monkeypatch, host=24 * GB, device=16 * GB)
-    assert plan_experts(run, PeerConfig(experts="1"), CUDA)[1] == 1
+    assert plan_experts(run, PeerConfig(experts=ExpertsWanted.parse("1")), CUDA)[1] == 1
     with_free(monkeypatch, host=24 * GB, device=12 * GB)
     with pytest.raises(CapacityError, match=r"needs 1[34]\.\d GB of the memory of cuda:0, but only 12\.0 GB is free"):
-        plan_experts(run, PeerConfig(experts="1"), CUDA)
+        plan_experts(run, PeerConfig(experts=ExpertsWanted.parse("1")), CUDA)
 
 
 # What is free.

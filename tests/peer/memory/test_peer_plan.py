@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from spes_swarm.base.errors import CapacityError
+from spes_swarm.config.experts_wanted import ExpertsWanted
 from spes_swarm.config.peer import PeerConfig, StorageOrNone
 from spes_swarm.config.run import RunConfig
 from spes_swarm.model.sparse_model import build_model, layout_of
@@ -70,7 +71,7 @@ def _each_step_is_taken_once() -> Iterator[None]:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_files_that_do_not_fit_on_the_disk_are_refused_before_they_are_created(tmp_path: Path, num_ranks: int) -> None:
     """Reference and contribution, also of the last round: once, however many ranks there are."""
-    peer = PeerConfig(experts="1", reference_storage="disk", output_dir=str(tmp_path))
+    peer = PeerConfig(experts=ExpertsWanted.parse("1"), reference_storage="disk", output_dir=str(tmp_path))
     weights = layout(FOUR_LAYERS)
     trained = weights.blocks[0].size + weights.expert_block(0).size
     files = len(weights.blocks) + 3  # and headers
@@ -87,7 +88,7 @@ def test_files_that_do_not_fit_on_the_disk_are_refused_before_they_are_created(t
 
 
 def test_the_previous_reference_costs_no_peer_and_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = PeerConfig(experts="auto", output_dir=str(tmp_path))
+    peer = PeerConfig(experts=ExpertsWanted.parse("auto"), output_dir=str(tmp_path))
     work = Workload.of(FOUR_LAYERS, replace(peer, previous_reference="none"), CPU)
     most = FOUR_LAYERS.experts_per_peer
     places: dict[StorageOrNone, str] = {"auto": "disk", "disk": "disk", "none": "none"}
@@ -97,7 +98,7 @@ def test_the_previous_reference_costs_no_peer_and_no_expert(tmp_path: Path, monk
         assert (workload.previous, experts) == (place, most)
     with_free(monkeypatch, 10**12)
     assert plan_peer(FOUR_LAYERS, peer, CPU).previous == "memory"
-    insisting = replace(peer, experts=str(most), previous_reference="memory")
+    insisting = replace(peer, experts=ExpertsWanted.parse(str(most)), previous_reference="memory")
     with_free(monkeypatch, int(1.05 * work.needed(most)[1]))
     with pytest.raises(CapacityError, match=rf"--experts {most} --previous-reference disk would fit"):
         capacity.plan_experts(FOUR_LAYERS, insisting, CPU)
@@ -105,7 +106,7 @@ def test_the_previous_reference_costs_no_peer_and_no_expert(tmp_path: Path, monk
 
 def test_a_disk_with_space_for_few_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A first one must fit; where three do not, two of which are kept, the peer warns."""
-    peer = PeerConfig(experts="1", output_dir=str(tmp_path / "not" / "there"), keep_checkpoints=2)
+    peer = PeerConfig(experts=ExpertsWanted.parse("1"), output_dir=str(tmp_path / "not" / "there"), keep_checkpoints=2)
     weights = layout(FOUR_LAYERS)
     trained = weights.blocks[0].size + weights.expert_block(0).size
     size = 4 * weights.num_elements + 8 * trained + 8192 * (len(weights.blocks) + 3)
@@ -174,7 +175,7 @@ def needed(device: torch.device, peer: PeerConfig, sequences: int) -> tuple[int,
 
 @pytest.mark.parametrize(("device", "share"), [(CPU, 0.7), (CUDA, 0.95)])
 def test_as_many_sequences_as_fit(monkeypatch: pytest.MonkeyPatch, device: torch.device, share: float) -> None:
-    peer = PeerConfig(experts="1")
+    peer = PeerConfig(experts=ExpertsWanted.parse("1"))
     with_free(monkeypatch, int(1.01 * needed(device, peer, 4)[1] / share))
     assert sizes(plan_peer(FOUR_LAYERS, peer, device)) == (1, 4)
     assert plan_peer(FOUR_LAYERS, replace(peer, micro_batch_size="3"), device).micro_batch_size == 3
@@ -186,7 +187,7 @@ def test_as_many_sequences_as_fit(monkeypatch: pytest.MonkeyPatch, device: torch
 
 
 def test_a_step_that_cannot_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = PeerConfig(experts="1")
+    peer = PeerConfig(experts=ExpertsWanted.parse("1"))
     static, together = needed(CUDA, peer, 1)
     with_free(monkeypatch, (static + together) // 2)
     with pytest.raises(CapacityError) as raised:
@@ -217,4 +218,4 @@ def test_automatic_experts_make_room_for_activations(monkeypatch: pytest.MonkeyP
 def test_a_small_model_takes_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepEstimate, "temporary", lambda *_: pytest.fail("a step was estimated"))
     with_free(monkeypatch, 10**12)
-    assert sizes(plan_peer(FOUR_LAYERS, PeerConfig(experts="1"), CPU)) == (1, 8)
+    assert sizes(plan_peer(FOUR_LAYERS, PeerConfig(experts=ExpertsWanted.parse("1")), CPU)) == (1, 8)
