@@ -40,7 +40,6 @@ class Announcer:
     """Writes this peer's records while its trainer is alive."""
 
     run_state: RunState  # its round, digest and experts are announced
-    faults: RecentFaults
     now: Callable[[], float]  # the swarm's time in Unix seconds
     on_fault: FaultSink  # called if no DHT node accepts a record
     presence: Presence | None = None  # what the trainer reported last
@@ -49,6 +48,7 @@ class Announcer:
     in_round: bool = False
     round_seconds: float = 0.0  # of the last round
     traffic: tuple[int, int] = (0, 0)  # payload bytes sent and received in the last round
+    faults: RecentFaults = field(init=False)
     _rounds: RecentRounds = field(default_factory=RecentRounds, init=False)
     _twins: TwinWatch = field(init=False)
     _records: Records | None = field(default=None, init=False)
@@ -64,6 +64,7 @@ class Announcer:
         self._config = self.run_state.run.round
         self._reference = self.run_state.reference
         self._leases = self.run_state.leases
+        self.faults = RecentFaults(self.now)
         self._twins = TwinWatch(self._config.progress_ttl_s)
 
     def open(self, records: Records) -> None:

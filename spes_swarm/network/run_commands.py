@@ -20,7 +20,6 @@ from spes_swarm.port.commands import RunCommands
 from spes_swarm.port.messages import CaughtUp, Presence, RoundReport, SwarmView, TokenCounts, TransferReport
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import ReferenceTable
-from spes_swarm.protocol.members.records import RecentFaults
 
 _ROUND_REFRESH_S = 1.0  # how long a round waits for the newest records
 _FRESH_S = 0.5  # it does not wait for records if some were read so recently
@@ -38,7 +37,6 @@ class RunCommandHandler(RunCommands):
     token_count: TokenCount
     catching_up: CatchingUp
     rounds: SyncRounds
-    faults: RecentFaults
     _round_task: asyncio.Task[Any] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -157,7 +155,7 @@ class RunCommandHandler(RunCommands):
             self._listener.notify(self.discovery.view())  # the trainer's is from before the commit
             return outcome
         except (RoundError, TransferError) as exc:
-            self.faults.note("round")
+            self._announcer.faults.note("round")
             self._listener.report(f"the round has failed: {exc}")
             raise
         except Exception as exc:  # one failed round must not end the session; its work is in the next difference

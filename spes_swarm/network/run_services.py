@@ -34,7 +34,6 @@ from spes_swarm.network.transport.daemon import Daemon
 from spes_swarm.port.commands import Called, Listener
 from spes_swarm.port.messages import RunSettings
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.protocol.members.records import RecentFaults
 from spes_swarm.protocol.members.standing import Neighbour
 
 _LOGGER = logging.getLogger(__name__)
@@ -51,9 +50,8 @@ class RunServices:
         door = self._dht.door
         state = self.state = RunState.of(identity, settings, door.admits, door.members.exclusions)
         context.run, context.round = state.run_id, lambda: state.reference.round
-        self._faults = RecentFaults(self._dht.now)
         self._tasks: list[asyncio.Task[None]] = []
-        announcer = self.announcer = Announcer(state, self._faults, self._dht.now, on_fault)
+        announcer = self.announcer = Announcer(state, self._dht.now, on_fault)
         guests = Guests(admits=door.admits, is_member=state.is_member)
         proofs = Proofs(transport, state, on_fault, guests, announcer.announce_soon, door.members.inviter)
         known_peers = KnownPeers(settings.initial_peers)
@@ -65,27 +63,15 @@ class RunServices:
         transfer = Transfer(transport, rpc, state.run_id, state.reference, stall_s, on_fault, guests, upload_mbps)
         rendezvous = Rendezvous(
             rpc,
-            identity,
-            state.run_id,
-            len(settings.layout.blocks),
-            window_s=run.round.window_s,
-            exchange_s=run.round.timeout_s,
-            reachable=lambda: state.reachable,
-            live_peers=lambda: state.roster.neighbours(run.round.window_s),
-            defers=lambda: state.roster.defers,
-            target_round=state.target_round,
-            on_called=lambda round_number: listener.notify(Called(round_number)),
-            on_ahead=state.note_ahead,
-            leaves_out=lambda peer: state.roster.standing.leaves_out(peer) or not door.admits(peer),
-            vet=door.vet_statement,
+            state,
+            door.vet_statement,
             is_blind=lambda: discovery.company.is_blind,
-            on_stall=state.tracks.conduct.note_stall,
-            without_duty=lambda: state.roster.standing.without_duty,
+            on_called=lambda round_number: listener.notify(Called(round_number)),
         )
         self._token_count = TokenCount(rpc, state, announcer, lambda: rendezvous.gathering)
         catching_up = CatchingUp(state, transfer, discovery.refresh)
         rounds = self._rounds = SyncRounds(state, rendezvous, exchange, audits, transfer, announcer, listener)
-        self.commands = RunCommandHandler(door, discovery, self._token_count, catching_up, rounds, self._faults)
+        self.commands = RunCommandHandler(door, discovery, self._token_count, catching_up, rounds)
         self._connect_callers(rpc, proofs)
 
     def _connect_callers(self, rpc: Rpc, proofs: Proofs) -> None:
@@ -141,7 +127,7 @@ class RunServices:
 
     def _on_fault(self, peer_id: str, error: ProtocolError) -> None:
         """Reports a fault to the trainer and, by its kind only, in the next progress record."""
-        self._faults.note(error.kind)
+        self.announcer.faults.note(error.kind)
         self.state.tracks.conduct.note_fault(peer_id, error.kind)
         self._listener.on_fault(peer_id, error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from spes_swarm.base.errors import ProtocolError, RoundError
@@ -88,6 +89,27 @@ class FakeRpc:
             answering.cancel()
 
 
+class FakeRoster:
+    """The part of Roster that a rendezvous uses: everybody may take part."""
+
+    def __init__(self, others: list[Neighbour], defers: Callable[[], bool]) -> None:
+        self._others = others
+        self._defers = defers
+        self.standing = SimpleNamespace(without_duty=frozenset(), leaves_out=lambda peer_id: False)
+
+    def neighbours(self, window_s: float) -> list[Neighbour]:
+        del window_s
+        return self._others
+
+    @property
+    def defers(self) -> bool:
+        return self._defers()
+
+    def admits(self, peer_id: str) -> bool:
+        del peer_id
+        return True
+
+
 class CertifiedRendezvous(Rendezvous):
     """Adds a peer's certificate to its statements, so that all peers of a test can join with the same one."""
 
@@ -128,25 +150,28 @@ class Meeting:
             for name, other in self.identity.items()
             if other is not who and not alone
         ]
-        return CertifiedRendezvous(
-            FakeRpc(self.wire, who.peer_id),  # type: ignore[arg-type]
-            who,
-            RUN_ID,
-            3,
-            window_s=WINDOW_S,
-            exchange_s=EXCHANGE_S,
-            reachable=lambda: True,
-            live_peers=lambda: others,
-            defers=defers,
+        state: Any = SimpleNamespace(
+            identity=who,
+            run_id=RUN_ID,
+            run=SimpleNamespace(round=SimpleNamespace(window_s=WINDOW_S, timeout_s=EXCHANGE_S)),
+            settings=SimpleNamespace(layout=SimpleNamespace(blocks=range(3))),
+            reachable=True,
             target_round=target_round,
-            on_called=on_called or self.called.append,
-            on_ahead=self.ahead.append,
-            leaves_out=lambda peer_id: False,
+            note_ahead=self.ahead.append,
+            roster=FakeRoster(others, defers),
+            tracks=SimpleNamespace(conduct=SimpleNamespace(note_stall=self._note_stall)),
+        )
+        rpc: Any = FakeRpc(self.wire, who.peer_id)
+        return CertifiedRendezvous(
+            rpc,
+            state,
             vet=lambda peer_id, statement: 1.0,
             is_blind=lambda: who.peer_id in self.blind,
-            on_stall=lambda leader, round_number: self.stalls.append((self.name[leader], round_number)),
-            without_duty=frozenset,
+            on_called=on_called or self.called.append,
         )
+
+    def _note_stall(self, leader: str, round_number: int) -> None:
+        self.stalls.append((self.name[leader], round_number))
 
     def statement(self, tokens: int = 10) -> Statement:
         return Statement.model_validate({**statement_fields(), "round": 1, "versions": [0, 0, 0], "tokens": tokens})

@@ -14,7 +14,7 @@ from spes_swarm.network.link.dht_records import everybody
 from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence, RoundLosses
 from spes_swarm.protocol.admission.exclusion import Exclusions
-from spes_swarm.protocol.members.records import DutyNote, Lease, Progress, RecentFaults, Record, Rounds
+from spes_swarm.protocol.members.records import DutyNote, Lease, Progress, Record, Rounds
 from spes_swarm.protocol.members.routing_report import RoutingReport
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.rounds import identity
@@ -69,7 +69,7 @@ def test_a_peer_that_leaves_while_it_reports_its_rounds_reports_them_again() -> 
     run_state = lone_run_state()
 
     async def leave_meanwhile() -> list[Record]:
-        announcer = Announcer(run_state, RecentFaults(time.time), time.time, unexpected)
+        announcer = Announcer(run_state, time.time, unexpected)
         dht: Any = SlowDht(slow={"rounds"})
         announcer.open(dht)
         announcer.set_presence(presence(7))
@@ -89,7 +89,7 @@ def test_who_has_lost_all_experts_releases_its_lease_once() -> None:
     run_state = lone_run_state()
 
     async def announce_thrice() -> list[Record]:
-        announcer = Announcer(run_state, RecentFaults(time.time), time.time, unexpected)
+        announcer = Announcer(run_state, time.time, unexpected)
         dht: Any = SlowDht()
         announcer.open(dht)
         for held in ((0, 1), (), ()):
@@ -108,7 +108,7 @@ def test_what_peers_decide_on_is_apart_from_what_they_measure() -> None:
     run_state = lone_run_state()
 
     async def announce(routing: RoutingReport) -> Progress:
-        announcer = Announcer(run_state, RecentFaults(time.time), time.time, unexpected)
+        announcer = Announcer(run_state, time.time, unexpected)
         dht: Any = SlowDht()
         announcer.open(dht)
         announcer.round_seconds = 1.5
@@ -144,7 +144,7 @@ def test_a_record_says_who_is_excluded_and_who_is_without_duty_and_why() -> None
     run_state.roster.standing.without_duty = {f"idle {n}": 3 + n for n in range(6)}
 
     async def announce() -> Record:
-        announcer = Announcer(run_state, RecentFaults(time.time), time.time, unexpected)
+        announcer = Announcer(run_state, time.time, unexpected)
         dht: Any = SlowDht()
         announcer.open(dht)
         announcer.set_presence(presence(7))

@@ -8,6 +8,7 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,8 @@ def groups_of(
             if not any(why in str(exc) for why in ("is over", "began without this peer", "most others are not at")):
                 raise
         await asyncio.sleep(_EXCHANGE_S)
-        who.target_round = lambda: 2  # by the exchange, or from the others
+        state: Any = who.run_state
+        state.target_round = lambda: 2  # by the exchange, or from the others
         return group
 
     async def freeze_later(name: str, from_s: float, seconds: float) -> None:

@@ -22,7 +22,7 @@ def relieve(meeting: Meeting, name: str, known_to: tuple[str, ...], patience_s: 
     for who in known_to:
         peer_id = meeting.identity[who].peer_id
         (peer,) = (peer for peer in meeting.peers if peer.identity.peer_id == peer_id)
-        peer.without_duty = lambda: {relieved}
+        peer.run_state.roster.standing.without_duty = {relieved: 1}
         meeting.known[peer_id][:] = [
             replace(other, patience_s=patience_s) if other.peer_id == relieved else other
             for other in meeting.known[peer_id]
@@ -57,5 +57,5 @@ def test_if_nobody_else_can_lead_a_peer_without_duty_does() -> None:
     for known in meeting.known.values():
         known[:] = [replace(other, reachable=meeting.name[other.peer_id] == "A") for other in known]
     for peer in meeting.peers[1:]:
-        peer.reachable = lambda: False
+        peer.run_state.reachable = False
     meeting.meet(AT_ONCE_S)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from spes_swarm.base.decoding import unpack
 from spes_swarm.base.errors import ProtocolError
@@ -152,37 +151,45 @@ class RunRecordValidator(RecordValidator):
         return stranger in self._strangers or len(self._strangers) < MAX_STRANGERS
 
 
-@dataclass(frozen=True)
 class Records:
     """Reads and writes the records of one run; `now` and `is_known` as for RunRecordValidator."""
 
-    node: DhtNode
-    identity: Identity
-    run_id: str
-    now: Callable[[], float]
-    is_known: Callable[[str], bool] = everybody
-    vet: Vet = accept
+    def __init__(
+        self,
+        node: DhtNode,
+        identity: Identity,
+        run_id: str,
+        now: Callable[[], float],
+        is_known: Callable[[str], bool] = everybody,
+        vet: Vet = accept,
+    ) -> None:
+        self._node = node
+        self._vet = vet
+        self._identity = identity
+        self._run_id = run_id
+        self._now = now
+        self._is_known = is_known
 
     async def publish(self, kind: str, record: Record) -> bool:
         """Stores this peer's record. Returns True if it is in the DHT afterwards."""
-        sealed = seal(self.identity, kind, self.run_id, record)
-        key, me = record_key(self.run_id, kind), self.identity.peer_id
-        if await self.node.store(key, sealed, record.expires, me):
+        sealed = seal(self._identity, kind, self._run_id, record)
+        key, me = record_key(self._run_id, kind), self._identity.peer_id
+        if await self._node.store(key, sealed, record.expires, me):
             return True
         # Nodes also copy records to each other; one that has this very record already answers "not newer".
-        stored = (await self.node.search(key)).get(me)
+        stored = (await self._node.search(key)).get(me)
         return stored is not None and stored.expiration_time >= record.expires
 
     async def read(self, kind: str, schema: type[Model]) -> dict[str, Model]:
         """Returns all valid, unexpired records of a kind by peer id."""
         records: dict[str, Model] = {}
-        for owner, entry in (await self.node.search(record_key(self.run_id, kind))).items():
+        for owner, entry in (await self._node.search(record_key(self._run_id, kind))).items():
             try:
-                is_stranger = not self.is_known(owner)
-                writer, message = open_sealed(entry.value, kind, self.run_id, is_stranger=is_stranger)
-                self.vet(writer, message)
+                is_stranger = not self._is_known(owner)
+                writer, message = open_sealed(entry.value, kind, self._run_id, is_stranger=is_stranger)
+                self._vet(writer, message)
             except ProtocolError:
                 continue  # the validator has refused it already; a hostile node may still return it to us
-            if writer == owner and isinstance(message, schema) and entry.expiration_time > self.now():
+            if writer == owner and isinstance(message, schema) and entry.expiration_time > self._now():
                 records[writer] = message
         return records

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -15,12 +15,11 @@ from spes_swarm.base.changes import Changes
 from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.network.link.clock import steady_clock
 from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.run_state import RunState
 from spes_swarm.protocol.meeting.gathering import CALL_TIMEOUT_S, POLL_TIMEOUT_S
 from spes_swarm.protocol.meeting.meeting import TICK_S, Meeting
 from spes_swarm.protocol.meeting.outputs import Ahead, Answer, Call, Called, Fault, Output, Poll, Reply, Stall
 from spes_swarm.protocol.meeting.view import View
-from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.protocol.members.standing import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement, Vet, form_group, open_statement, seal_statement
 
 _LOGGER = logging.getLogger(__name__)
@@ -36,23 +35,10 @@ class Rendezvous:
     """Forms the groups of one run."""
 
     rpc: Rpc
-    identity: Identity
-    run_id: str
-    num_blocks: int
-    _: KW_ONLY
-    window_s: float  # how long a leader waits for live peers that have not come yet, unless they follow another one
-    exchange_s: float  # what the exchange of a group takes at most
-    reachable: Callable[[], bool]  # True while others can connect to this peer; otherwise it leads no rounds
-    live_peers: Callable[[], Collection[Neighbour]]  # the other peers that a round may currently include
-    defers: Callable[[], bool]  # True while this peer leaves it to others to lead rounds
-    target_round: Callable[[], int]  # the round that this peer wants to commit next
-    on_called: Callable[[int], None]  # a leader calls for a round: the trainer should join as soon as its step is done
-    on_ahead: Callable[[int], None]  # others gather for the round after `target_round`: this peer may have missed one
-    leaves_out: Callable[[str], bool]  # a group that is closed here does not include this peer: it only owes, or is out
+    run_state: RunState
     vet: Vet  # checks that a peer may take part
     is_blind: Callable[[], bool]  # True while this peer may have slept and lost sight of the others
-    on_stall: Callable[[str, int], None]  # a leader did not close the group of a round
-    without_duty: Callable[[], Collection[str]]  # who leads only if nobody else can, maybe this peer
+    on_called: Callable[[int], None]  # a leader calls for a round: the trainer should join as soon as its step is done
     machine: Meeting = field(init=False)
     _changed: Changes = field(default_factory=Changes, init=False)
     _polls: dict[int, asyncio.Future[Answer]] = field(default_factory=dict, init=False)
@@ -61,7 +47,10 @@ class Rendezvous:
     _ticks: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.machine = Meeting(self.window_s, self.exchange_s, self._form, self.leaves_out)
+        self.identity, self._run_id = self.run_state.identity, self.run_state.run_id
+        self._num_blocks = len(self.run_state.settings.layout.blocks)
+        self._window_s = self.run_state.run.round.window_s
+        self.machine = Meeting(self._window_s, self.run_state.run.round.timeout_s, self._form, self._leaves_out)
 
     def describe(self) -> Iterator[str]:
         """Lines for the log: whom this peer follows, and which rounds it gathers."""
@@ -83,7 +72,7 @@ class Rendezvous:
         Raises:
             RoundError: the round was closed without this peer, or no group formed in time (NoLeaderError: none leads).
         """
-        sealed = seal_statement(self.identity, self.run_id, statement)
+        sealed = seal_statement(self.identity, self._run_id, statement)
         try:
             with self._input() as machine:
                 machine.join(sealed, statement)
@@ -109,14 +98,15 @@ class Rendezvous:
 
     @contextmanager
     def _input(self) -> Iterator[Meeting]:
+        roster = self.run_state.roster
         view = View(
-            self.run_id,
+            self._run_id,
             self.identity.peer_id,
-            self.target_round(),
-            tuple(self.live_peers()),
-            self.reachable(),
-            self.defers(),
-            frozenset(self.without_duty()),
+            self.run_state.target_round(),
+            tuple(roster.neighbours(self._window_s)),
+            self.run_state.reachable,
+            roster.defers,
+            frozenset(roster.standing.without_duty),
             self.is_blind(),
         )
         try:
@@ -150,9 +140,9 @@ class Rendezvous:
             case Called(round_number):
                 self.on_called(round_number)
             case Ahead(round_number):
-                self.on_ahead(round_number)
+                self.run_state.note_ahead(round_number)
             case Stall(leader, round_number):
-                self.on_stall(leader, round_number)
+                self.run_state.tracks.conduct.note_stall(leader, round_number)
             case Fault(peer, error):
                 self.rpc.on_fault(peer, error)
 
@@ -171,13 +161,13 @@ class Rendezvous:
                 _LOGGER.exception("the rendezvous has failed")  # the next tick goes on with it
 
     async def _poll(self, poll: Poll) -> None:
-        arguments = {"run": self.run_id, "round": poll.round, "statement": poll.sealed}
+        arguments = {"run": self._run_id, "round": poll.round, "statement": poll.sealed}
         answer = await self._ask(poll.leader, "gather", arguments, POLL_TIMEOUT_S)
         with self._input() as machine:
             machine.poll_answered(poll, answer)
 
     async def _call(self, call: Call) -> None:
-        answer = await self._ask(call.peer, "call", {"run": self.run_id, "round": call.round}, CALL_TIMEOUT_S)
+        answer = await self._ask(call.peer, "call", {"run": self._run_id, "round": call.round}, CALL_TIMEOUT_S)
         with self._input() as machine:
             machine.call_answered(call, answer)
 
@@ -194,12 +184,17 @@ class Rendezvous:
             _LOGGER.exception("`%s` of %s failed", method, peer)
             return None
 
+    def _leaves_out(self, peer_id: str) -> bool:
+        """A group that is closed here does not include a peer that only owes, or is out."""
+        roster = self.run_state.roster
+        return roster.standing.leaves_out(peer_id) or not roster.admits(peer_id)
+
     def _form(self, round_number: int, sealed: Iterable[bytes]) -> Group:
-        return form_group(self.run_id, round_number, sealed, self.num_blocks, self.vet)
+        return form_group(self._run_id, round_number, sealed, self._num_blocks, self.vet)
 
     def _requested_round(self, request: dict[str, Any]) -> int:
         round_number = request.get("round")
-        if request.get("run") != self.run_id or type(round_number) is not int:  # a bool is an int, too
+        if request.get("run") != self._run_id or type(round_number) is not int:  # a bool is an int, too
             raise ProtocolError("run", "the call is for another run, or has no round")
         return round_number
 
@@ -209,8 +204,8 @@ class Rendezvous:
         sealed = request.get("statement")
         if not isinstance(sealed, bytes):
             raise ProtocolError("malformed", "`gather` without a statement")
-        if 0 <= round_number - self.target_round() <= 1:
-            member = open_statement(sealed, self.run_id, round_number, self.num_blocks, self.vet)
+        if 0 <= round_number - self.run_state.target_round() <= 1:
+            member = open_statement(sealed, self._run_id, round_number, self._num_blocks, self.vet)
             if member.peer_id != peer_id:
                 raise ProtocolError("sender", "the statement is another peer's")
         key = next(self._keys)
