@@ -50,7 +50,7 @@ def test_what_everything_rests_on_loads_no_heavy_library(package: str) -> None:
             "Within the network, imports run one way",
         ),
         ("base/arrays.py", "import torch", "What all packages use loads quickly"),
-        ("training/round_due.py", "import spes_swarm.network.run_services", "Imports run one way"),
+        ("training/rounds/due.py", "import spes_swarm.network.run_services", "Imports run one way"),
     ],
 )
 def test_an_import_against_the_rules_is_found(tmp_path: Path, file: str, line: str, contract: str) -> None:

@@ -366,7 +366,7 @@ class Ledger:
         return progress.state
 
     def _next_round(self, at: float) -> tuple[float | None, float]:
-        """(seconds until the next round is due, fraction of its work done), estimated as in training/round_due.py."""
+        """(seconds until the next round is due, fraction of its work done), estimated as in training/rounds/due.py."""
         working = [s for s in self._participants(at) if s.progress.state == "training"]
         if not working:
             return None, 0.0

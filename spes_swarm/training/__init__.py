@@ -1,5 +1,5 @@
 """Local training steps, and how the live weights change at each commit.
 
 Imports the packages below it and `port`, never `network`: a trainer runs with anything that implements the port.
-Start with `trainer`; `round_due` decides when a round is due.
+Start with `trainer`; the life of a round is in `rounds`.
 """

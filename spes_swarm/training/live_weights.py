@@ -29,8 +29,8 @@ class LiveWeights:
 
     def __init__(self, model: SparseModel, reference_N: FloatArray, contribution_N: FloatArray, run: RunConfig) -> None:
         self._model = model
-        self._reference_N = reference_N
-        self._contribution_N = contribution_N
+        self.reference_N = reference_N
+        self.contribution_N = contribution_N
         self._merge = run.merge
         self._clock = RoundClock.of(run)
         self._overlap = run.round.overlap
@@ -56,17 +56,17 @@ class LiveWeights:
         found: dict[int, FloatArray] = {}
         for index in self.trained_blocks:
             values_N = self._read(index)
-            if not np.array_equal(values_N.view(np.uint32), self._reference_N[self._where(index)].view(np.uint32)):
+            if not np.array_equal(values_N.view(np.uint32), self.reference_N[self._where(index)].view(np.uint32)):
                 found[index] = values_N
         return found
 
     @span("contribution")
     def contribute(self) -> bool:
         """Copies the trained blocks into the contribution. Returns True if all values are finite."""
-        self.read_trained(self._contribution_N)
+        self.read_trained(self.contribution_N)
         finite = True
         for index in self.trained_blocks:
-            values_N = self._contribution_N[self._where(index)]
+            values_N = self.contribution_N[self._where(index)]
             if self._overlap:
                 self._contributed[index] = values_N.copy()
             # The fp64 sum is finite exactly if all values are, and needs no temporary array.
@@ -82,12 +82,12 @@ class LiveWeights:
         for index in blocks:
             where = self._where(index)
             if index not in trained:
-                self._model.write_block(index, self._reference_N[where])
+                self._model.write_block(index, self.reference_N[where])
             elif entirely or not self._overlap:
-                self._model.write_block(index, self._contribution_N[where])
+                self._model.write_block(index, self.contribution_N[where])
             else:
                 live_N = self._read(index)
-                live_N += self._contribution_N[where] - self._contributed[index]
+                live_N += self.contribution_N[where] - self._contributed[index]
                 self._model.write_block(index, live_N)
         self._contributed.clear()
 
@@ -98,7 +98,7 @@ class LiveWeights:
     def reset_to_reference(self, blocks: Iterable[int] | None = None) -> None:
         """Resets blocks (default: all) to the reference; local progress is lost."""
         for index in range(len(self._model.layout.blocks)) if blocks is None else blocks:
-            self._model.write_block(index, self._reference_N[self._where(index)])
+            self._model.write_block(index, self.reference_N[self._where(index)])
 
     def merge_if_due(self, round_number: int, previous: int | None = None) -> float | None:
         """Applies the expert merge if the last commit made it due; returns its alpha, or None if nothing was merged.
@@ -117,11 +117,11 @@ class LiveWeights:
         layout = self._model.layout
         held = {expert: layout.expert_block(expert) for expert in self._model.held}
         moved = {expert: self._read(block.index) for expert, block in held.items()}
-        for slot, merged in merged_slots(self._reference_N, layout, alpha, self._merge.neighbours):
+        for slot, merged in merged_slots(self.reference_N, layout, alpha, self._merge.neighbours):
             if slot.expert in held:
                 # A held expert moves by the change that the merge makes to the reference: its local progress is kept.
                 start = slot.start - held[slot.expert].start
-                change_N = merged.reshape(-1) - self._reference_N[slot.start : slot.start + slot.size]
+                change_N = merged.reshape(-1) - self.reference_N[slot.start : slot.start + slot.size]
                 moved[slot.expert][start : start + slot.size] += change_N
             else:
                 self._model.write_slot(slot, merged)

@@ -1,4 +1,4 @@
-"""A peer's work since the last commit, and how much of it the current round has taken.
+"""A peer's work since the last commit, and how much of it a round takes.
 
 A round contributes the work done before it began; steps taken while it runs belong to the next one. Work on experts
 that a round does not synchronise waits for one that does.
@@ -10,11 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 CountArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TakenWork:
+    """The work that a round takes: all that was done before it began."""
+
+    steps: int
+    tokens: int
+    routed_E: CountArray
+    num_losses: int
 
 
 class LocalWork:
@@ -26,7 +37,6 @@ class LocalWork:
         # Routed copies of tokens per expert, summed over layers.
         self.routed_E: CountArray = np.zeros(num_experts, dtype=np.int64)
         self._losses: list[float] = []
-        self._taken: tuple[int, int, CountArray, int] | None = None
 
     def add_step(self, tokens: int, routed_E: CountArray, loss: float) -> None:
         """Adds one step."""
@@ -44,34 +54,28 @@ class LocalWork:
         self.steps, self.tokens = steps, tokens
         self.routed_E[:] = list(routed)
 
-    def contribute(self) -> None:
-        """Marks all work so far as taken by the round that begins."""
-        self._taken = self.steps, self.tokens, self.routed_E.copy(), len(self._losses)
+    def contribute(self) -> TakenWork:
+        """Returns all work so far, which the round that begins takes; it counts here until that is committed."""
+        return TakenWork(self.steps, self.tokens, self.routed_E.copy(), len(self._losses))
 
-    def commit(self, deferred: Collection[int] = ()) -> float | None:
-        """Subtracts the work that the last round took; returns the mean loss of its steps, None if unknown.
+    def commit(self, taken: TakenWork, deferred: Collection[int] = ()) -> float | None:
+        """Subtracts the work that a round has taken; returns the mean loss of its steps, None if unknown.
 
         Tokens routed to the `deferred` experts still count: the round has not synchronised them.
         """
-        assert self._taken is not None
-        steps, tokens, routed_E, num_losses = self._taken
-        self._taken = None
-        losses, self._losses = self._losses[:num_losses], self._losses[num_losses:]
-        self.steps -= steps
-        self.tokens -= tokens
+        losses, self._losses = self._losses[: taken.num_losses], self._losses[taken.num_losses :]
+        self.steps -= taken.steps
+        self.tokens -= taken.tokens
+        routed_E = taken.routed_E.copy()
         routed_E[list(deferred)] = 0
         self.routed_E -= routed_E
         return sum(losses) / len(losses) if losses else None
-
-    def put_back(self) -> None:
-        """Returns the work that a round was to take, and has not."""
-        self._taken = None
 
     def take_back(self, experts: Iterable[int]) -> None:
         """Drops the work since the last commit, with which these experts have gone back to before it."""
         self.steps = self.tokens = 0
         self.routed_E[list(experts)] = 0
-        self._losses, self._taken = [], None
+        self._losses = []
 
     def forget_experts(self, experts: Iterable[int]) -> None:
         """Zeroes the counts of experts that change hands: tokens routed to a foreign expert have not trained it."""
@@ -81,7 +85,7 @@ class LocalWork:
         """Drops all work, because the live weights were reset to the reference."""
         self.steps = self.tokens = 0
         self.routed_E[:] = 0
-        self._losses, self._taken = [], None
+        self._losses = []
 
 
 def finite_or_none(value: float | None) -> float | None:

@@ -8,20 +8,15 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import CheckpointError
+from spes_swarm.data.batch_source import BatchSource
 from spes_swarm.metrics import events
-from spes_swarm.model.sparse_model import SparseModel
-from spes_swarm.port.commands import Commands
-from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
-from spes_swarm.protocol.consensus.reference import ReferenceTable
-from spes_swarm.storage.checkpoint import Checkpoint, CheckpointMeta, checkpoints_in
+from spes_swarm.port.commands import Commands, Port
+from spes_swarm.storage.checkpoint import CheckpointMeta, checkpoints_in
 from spes_swarm.storage.checkpoint_writing import PeerState, Written, save_checkpoint
-from spes_swarm.training.live_weights import LiveWeights
-from spes_swarm.training.local_work import LocalWork
-from spes_swarm.training.optimiser.peer_optimiser import PeerOptimiser
-from spes_swarm.training.optimiser.saved_state import load_optimiser_arrays, optimiser_arrays
-from spes_swarm.training.setup import TrainerSetup
+from spes_swarm.training.learner import Learner
+from spes_swarm.training.optimiser.saved_state import optimiser_arrays
+from spes_swarm.training.setup import Reporter, Saving
 
 _COMMAND_TIMEOUT_S = 60.0
 # A checkpoint is due before `checkpoint_minutes` have passed if writing takes a smaller share of the time than this.
@@ -54,17 +49,20 @@ class CheckpointSaver:
     goes on with the one before. If there is none, it ends: this machine cannot keep what it trains.
     """
 
-    def __init__(self, setup: TrainerSetup, live: LiveWeights, optimiser: PeerOptimiser, work: LocalWork) -> None:
-        self._setup = setup
-        self._live = live
-        self._optimiser = optimiser
-        self._work = work
-        self._interval_s = 60.0 * setup.checkpoint_minutes
+    def __init__(
+        self, settings: Saving, learner: Learner, sampler: BatchSource, network: Port, reporter: Reporter
+    ) -> None:
+        self._settings = settings
+        self._learner = learner
+        self._sampler = sampler
+        self._network = network
+        self._reporter = reporter
+        self._interval_s = 60.0 * settings.checkpoint_minutes
         self._write: _Write | None = None
         self._due_at = 0.0  # monotonic time
         self._pause_s = 0.0  # that training has waited for the current checkpoint
 
-    def after_round(self, round_number: int, step: int) -> None:
+    def after_round(self) -> None:
         """Starts a checkpoint if one is due, and none is being written.
 
         Raises:
@@ -72,9 +70,9 @@ class CheckpointSaver:
             NetworkProcessError: the network process does not answer.
         """
         if time.monotonic() >= self._due_at:
-            self.start(round_number, step)
+            self.start()
 
-    def start(self, round_number: int, step: int) -> Future[Written]:
+    def start(self) -> Future[Written]:
         """Writes the peer's state in the background. If a checkpoint is still being written, that one is returned,
         unless every round is wanted: then training waits for it first.
 
@@ -83,32 +81,32 @@ class CheckpointSaver:
             NetworkProcessError: the network process does not answer.
         """
         self.look()
-        if self._write is not None and (self._interval_s > 0 or self._write.at == (round_number, step)):
+        if self._write is not None and (self._interval_s > 0 or self._write.at == self._now()):
             return self._write.future
         self._finish()
         started = time.monotonic()
-        meta, digests = self._describe(round_number, step)
+        meta, digests = self._describe()
         self._pause_s = time.monotonic() - started
         self._due_at = started + self._interval_s
-        write = _Write((round_number, step), started, threading.Event(), threading.Event(), Future())
+        write = _Write(self._now(), started, threading.Event(), threading.Event(), Future())
         self._write = write
         threading.Thread(target=self._run, args=(write, meta, digests), name="checkpoint", daemon=True).start()
         return write.future
 
     def _run(self, write: _Write, meta: CheckpointMeta, digests: Sequence[bytes]) -> None:
         """The thread: copies the peer's state and writes it."""
-        setup = self._setup
+        settings, learner = self._settings, self._learner
         try:
             state = PeerState(
                 meta=meta,
-                layout=setup.model.layout,
-                reference_N=setup.reference_N,
+                layout=learner.model.layout,
+                reference_N=learner.live.reference_N,
                 digests=digests,
-                live=self._live.beyond_reference(),
-                optimiser=optimiser_arrays(self._optimiser, dict(setup.model.trainable_parameters())),
+                live=learner.live.beyond_reference(),
+                optimiser=optimiser_arrays(learner.optimiser, dict(learner.model.trainable_parameters())),
             )
             write.copied.set()
-            written = save_checkpoint(setup.checkpoints, state, setup.keep_checkpoints, write.reference_read.set)
+            written = save_checkpoint(settings.checkpoints, state, settings.keep_checkpoints, write.reference_read.set)
             write.future.set_result(written)
         except BaseException as exc:  # `_finish` raises it in the trainer's thread
             write.future.set_exception(exc)
@@ -140,38 +138,37 @@ class CheckpointSaver:
         if self._write is not None and self._write.future.done():
             self._finish()
 
-    def save(self, round_number: int, step: int) -> None:
+    def save(self) -> None:
         """Writes a checkpoint and waits for it.
 
         Raises:
             CheckpointError: it could not be written.
             NetworkProcessError: the network process does not answer.
         """
-        self._setup.status.phase = "saving"
-        if self._write is not None and self._write.at != (round_number, step):
+        self._reporter.status.phase = "saving"
+        if self._write is not None and self._write.at != self._now():
             self._finish()
-        self.start(round_number, step)
+        self.start()
         self._finish(last=True)
 
     def _finish(self, *, last: bool = False) -> None:
         """Waits for the checkpoint that is being written, if any, and handles its outcome."""
         if self._write is None:
             return
-        write, setup = self._write, self._setup
+        write = self._write
         try:
             written = write.future.result()
         except CheckpointError as exc:
-            if last or not checkpoints_in(setup.checkpoints):
+            if last or not checkpoints_in(self._settings.checkpoints):
                 raise
-            setup.metrics.write(events.Fault(kind="checkpoint", peer=setup.peer_id, detail=str(exc)))
-            setup.status.note_fault("checkpoint", str(exc))
-            setup.say(f"training goes on, but {exc}")
+            self._reporter.note_fault("checkpoint", str(exc))
+            self._reporter.say(f"training goes on, but {exc}")
             return
         finally:
             self._write = None
         seconds = time.monotonic() - write.started
         self._due_at = write.started + min(self._interval_s, seconds / _CHEAP_SHARE)
-        setup.metrics.write(
+        self._reporter.metrics.write(
             events.Checkpoint(
                 round=written.round,
                 seconds=seconds,
@@ -180,69 +177,32 @@ class CheckpointSaver:
                 bytes_linked=written.bytes_linked,
             )
         )
-        setup.on_saved()
+        self._settings.on_saved()
 
-    def _describe(self, round_number: int, step: int) -> tuple[CheckpointMeta, Sequence[bytes]]:
+    def _now(self) -> tuple[int, int]:
+        return self._learner.round, self._learner.step
+
+    def _describe(self) -> tuple[CheckpointMeta, Sequence[bytes]]:
         """Returns the metadata, and the digests of the reference's blocks."""
-        setup, network, work = self._setup, self._setup.network, self._work
-        layout = setup.model.layout
+        network, learner, work = self._network, self._learner, self._learner.work
         table = network.ask(Commands.table, _COMMAND_TIMEOUT_S)
         commits, marks = network.ask(Commands.lineage, _COMMAND_TIMEOUT_S)
         swarm_tokens = network.ask(Commands.swarm_tokens, _COMMAND_TIMEOUT_S)
         meta = CheckpointMeta(
-            run_id=setup.run_id,
-            peer_id=setup.peer_id,
-            layout_digest=layout.digest,
-            round=round_number,
+            run_id=self._settings.run_id,
+            peer_id=self._settings.peer_id,
+            layout_digest=learner.model.layout.digest,
+            round=learner.round,
             versions=list(table.versions),
             reference_digest=table.digest.hex(),
-            held=list(setup.model.held),
-            step=step,
+            held=list(learner.model.held),
+            step=learner.step,
             tokens=work.tokens,
             steps_in_round=work.steps,
             routed=[int(count) for count in work.routed_E],
-            cursor=setup.sampler.state(),
+            cursor=self._sampler.state(),
             commits=commits,
             marks=marks.hex(),
             swarm_tokens=swarm_tokens,
         )
         return meta, table.digests
-
-
-def restore_weights(
-    checkpoint: Checkpoint,
-    table: ReferenceTable,
-    model: SparseModel,
-    optimiser: PeerOptimiser,
-    live: LiveWeights,
-    live_N: FloatArray,
-    work: LocalWork,
-) -> None:
-    """Restores weights, moments and work from a checkpoint, except what the swarm's reference, of `table`, outdates.
-
-    `live_N` (N,), a vector of the whole model, is overwritten.
-    """
-    meta, layout, held = checkpoint.meta, model.layout, model.held
-    late = table.round > meta.round
-    # The saved optimiser state is that of the experts held then; those that are held again keep their moments.
-    model.hold(meta.held, optimiser)
-    load_optimiser_arrays(optimiser, dict(model.trainable_parameters()), checkpoint.optimiser())
-    model.hold(held, optimiser)
-    # Only now: an expert that was not held then may have been rounded.
-    live.reset_to_reference()
-    if not late:  # the saved blocks, written below, are merged already
-        live.merge_if_due(table.round)
-    checkpoint.live(layout, live_N)
-    behind = table.digest.hex() != meta.reference_digest
-    routed = [0] * layout.num_experts
-    for block in layout.trained_blocks(expert for expert in held if expert in meta.held):
-        # Shared weights move in every round, so the saved ones are useful only if no round was missed.
-        # An expert that no other peer has trained meanwhile continues from its saved weights.
-        unchanged = block.index != SHARED_BLOCK and table.versions[block.index] == meta.versions[block.index]
-        if not behind or unchanged:
-            model.write_block(block.index, live_N[block.start : block.stop])
-            if block.expert is not None:
-                routed[block.expert] = meta.routed[block.expert]
-    if late:
-        live.merge_if_due(table.round, meta.round)
-    work.restore(*((0, 0) if behind else (meta.steps_in_round, meta.tokens)), routed)

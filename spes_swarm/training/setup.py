@@ -1,26 +1,22 @@
-"""Everything a trainer needs, and the status that it reports to the panel.
+"""What a trainer is given, in groups by their readers, and the status that it reports to the panel.
 
-Shapes: N elements of the flat vector, B sequences, S tokens.
+Shape: N elements of the flat vector.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.config.run import RunConfig
-from spes_swarm.data.batch_source import BatchSource
+from spes_swarm.metrics import events
 from spes_swarm.model.sparse_model import SparseModel
-from spes_swarm.port.commands import Port
-from spes_swarm.publishing.background import Publishing
 from spes_swarm.storage.metrics_file import Metrics
+from spes_swarm.training.gradients import autocast
 from spes_swarm.training.ranks.group import RankGroup
 
 
@@ -52,35 +48,53 @@ class TrainingStatus:
         self.last_fault = f"{kind}: {detail}"
 
 
-@dataclass(kw_only=True)
-class TrainerSetup:
-    """Everything a trainer needs."""
+@dataclass(frozen=True)
+class Reporter:
+    """Where a trainer says what happens: the metrics, the panel and the user."""
 
-    run_id: str
     peer_id: str
-    nickname: str
-    run: RunConfig
+    metrics: Metrics
+    status: TrainingStatus
+    say: Callable[[str], None]  # shows a message to the user
+    on_round: Callable[[], None]  # called once the event of a round is written
+
+    def note_fault(self, kind: str, detail: str) -> None:
+        """Writes a `fault` event, and keeps it for the panel."""
+        self.metrics.write(events.Fault(kind=kind, peer=self.peer_id, detail=detail))
+        self.status.note_fault(kind, detail)
+
+    def warn(self, kind: str, detail: str) -> None:
+        """Notes a fault, and tells the user."""
+        self.note_fault(kind, detail)
+        self.say(detail)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute:
+    """The model, and the memory and the devices that it is trained with."""
+
     model: SparseModel
-    network: Port
     reference_N: FloatArray
     contribution_N: FloatArray
-    sampler: BatchSource
-    evaluation: list[npt.NDArray[np.int64]]  # held-out batches, each (B, S)
     device: torch.device
     batch_size: int  # sequences per local step
     micro_batch_size: int | None = None  # most sequences at a time; None: the whole batch
     precision: str = "fp32"  # of matrix products: "fp32", or "bf16" by autocast
     ranks: RankGroup | None = None  # ready to compute gradients of this model; None: this process is the only one
     optimizer_states: str = "device"  # where the moments are: one of `moment_storage.FORMS`
-    metrics: Metrics
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Returns the context in which losses are computed."""
+        return autocast(self.device, self.precision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Whose checkpoints are written, where and when."""
+
+    run_id: str
+    peer_id: str
     checkpoints: Path
     checkpoint_minutes: float
     keep_checkpoints: int
-    max_rounds: int | None
-    profile_steps: int | None = None  # how many steps are recorded for trace.json.gz, beside the checkpoints
-    stop: threading.Event
-    publishing: Publishing | None = None
-    status: TrainingStatus = field(default_factory=TrainingStatus)
-    say: Callable[[str], None] = lambda text: None  # shows a message to the user
-    on_round: Callable[[], None] = lambda: None
     on_saved: Callable[[], None] = lambda: None

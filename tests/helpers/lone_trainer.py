@@ -23,7 +23,8 @@ from spes_swarm.protocol.consensus.reference import Reference, ReferenceTable
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
 from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.storage.metrics_file import Metrics
-from spes_swarm.training.setup import TrainerSetup
+from spes_swarm.training.ranks.group import RankGroup
+from spes_swarm.training.setup import Compute, Reporter, Saving, TrainingStatus
 from spes_swarm.training.trainer import Trainer
 from tests.helpers.ports import LocalPort
 from tests.helpers.swarm import TINY_RUN, merged
@@ -138,41 +139,70 @@ def read_events(path: Path, kind: str) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == kind]
 
 
-def trainer_setup(
-    directory: Path,
-    run: RunConfig,
-    model: SparseModel,
-    port: Port,
-    reference_N: NDArray[np.float32],
-    contribution_N: NDArray[np.float32],
-    **changes: Any,
-) -> TrainerSetup:
+@dataclass(kw_only=True)
+class TrainerSetup:
     """What a trainer of the tiny run works with, on a CPU and without evaluations."""
-    directory.mkdir(exist_ok=True)
-    fields: dict[str, Any] = {
-        "evaluation": [],
-        "max_rounds": None,
-        "stop": threading.Event(),
-        "checkpoint_minutes": 60.0,
-        **changes,
-    }
-    return TrainerSetup(
-        run_id="test",
-        peer_id="me",
-        nickname="",
-        run=run,
-        model=model,
-        network=port,
-        reference_N=reference_N,
-        contribution_N=contribution_N,
-        sampler=StubSampler(),
-        device=torch.device("cpu"),
-        batch_size=2,
-        metrics=Metrics(directory / "metrics.jsonl", "me"),
-        checkpoints=directory / "checkpoints",
-        keep_checkpoints=1,
-        **fields,
-    )
+
+    directory: Path
+    run: RunConfig
+    model: SparseModel
+    network: Port
+    reference_N: NDArray[np.float32]
+    contribution_N: NDArray[np.float32]
+    sampler: BatchSource = field(default_factory=StubSampler)
+    evaluation: list[NDArray[np.int64]] = field(default_factory=list)
+    micro_batch_size: int | None = None
+    precision: str = "fp32"
+    ranks: RankGroup | None = None
+    optimizer_states: str = "device"
+    checkpoint_minutes: float = 60.0
+    max_rounds: int | None = None
+    profile_steps: int | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+    publishing: Any = None
+    status: TrainingStatus = field(default_factory=TrainingStatus)
+    say: Callable[[str], None] = lambda text: None
+    on_round: Callable[[], None] = lambda: None
+    on_saved: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.directory.mkdir(exist_ok=True)
+        self.checkpoints = self.directory / "checkpoints"
+        self.metrics = Metrics(self.directory / "metrics.jsonl", "me")
+
+    def trainer(self) -> Trainer:
+        """The trainer."""
+        return Trainer(
+            self.run,
+            self.network,
+            nickname="",
+            compute=Compute(
+                model=self.model,
+                reference_N=self.reference_N,
+                contribution_N=self.contribution_N,
+                device=torch.device("cpu"),
+                batch_size=2,
+                micro_batch_size=self.micro_batch_size,
+                precision=self.precision,
+                ranks=self.ranks,
+                optimizer_states=self.optimizer_states,
+            ),
+            sampler=self.sampler,
+            evaluation=self.evaluation,
+            saving=Saving(
+                run_id="test",
+                peer_id="me",
+                checkpoints=self.checkpoints,
+                checkpoint_minutes=self.checkpoint_minutes,
+                keep_checkpoints=1,
+                on_saved=self.on_saved,
+            ),
+            publishing=self.publishing,
+            reporter=Reporter("me", self.metrics, self.status, self.say, self.on_round),
+            stop=self.stop,
+            max_rounds=self.max_rounds,
+            profile_steps=self.profile_steps,
+        )
 
 
 class LoneTrainer:
@@ -198,18 +228,18 @@ class LoneTrainer:
         self.stop = threading.Event()
         self.metrics_path = directory / "metrics.jsonl"
         self.said: list[str] = []
-        self.setup = trainer_setup(
-            directory,
-            self.run,
-            self.model,
-            self.port,
-            reference.values_N,
-            contribution_N,
+        self.setup = TrainerSetup(
+            directory=directory,
+            run=self.run,
+            model=self.model,
+            network=self.port,
+            reference_N=reference.values_N,
+            contribution_N=contribution_N,
             stop=self.stop,
             say=self.said.append,
             **setup,
         )
-        self.trainer = Trainer(self.setup)
+        self.trainer = self.setup.trainer()
         self.trainer.load_reference(reference.table)
 
     def close(self) -> None:

@@ -16,8 +16,7 @@ from spes_swarm.model.sparse_model import SparseModel, build_model, flat_from_mo
 from spes_swarm.port.messages import Presence, RoundReport, SwarmView, TokenCounts
 from spes_swarm.protocol.consensus.reference import ReferenceTable
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
-from spes_swarm.training.trainer import Trainer
-from tests.helpers.lone_trainer import run_config, trainer_setup
+from tests.helpers.lone_trainer import TrainerSetup, run_config
 from tests.helpers.ports import LocalPort
 from tests.helpers.rounds import FakePeer, hold_round, peer
 
@@ -62,16 +61,16 @@ class MemoryPeer:
         self._presence: Presence | None = None
         self.others: list[MemoryPeer] = []
         self.model = SparseModel(model, held)
-        self.setup = trainer_setup(
-            directory,
-            run,
-            self.model,
-            LocalPort(self, in_threads=True),
-            self._mine.reference.values_N,
-            self._mine.live_N,
+        self.setup = TrainerSetup(
+            directory=directory,
+            run=run,
+            model=self.model,
+            network=LocalPort(self, in_threads=True),
+            reference_N=self._mine.reference.values_N,
+            contribution_N=self._mine.live_N,
             **setup,
         )
-        self.trainer = Trainer(self.setup)
+        self.trainer = self.setup.trainer()
         self.trainer.load_reference(self._mine.reference.table)
 
     def _training(self) -> list[Presence]:

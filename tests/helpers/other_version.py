@@ -63,10 +63,10 @@ def main(arguments: list[str]) -> int:
     number, name, *rest = arguments
     _become(number)
     if name == "join":
-        from spes_swarm.training import trainer
+        from spes_swarm.training.rounds import commits
 
-        measure: Any = trainer.RoundLosses  # type: ignore[attr-defined]
-        setattr(trainer, "RoundLosses", partial(measure, grad_norm=0.5))  # noqa: B010 - mypy: it is a class
+        measure: Any = commits.RoundLosses  # type: ignore[attr-defined]
+        setattr(commits, "RoundLosses", partial(measure, grad_norm=0.5))  # noqa: B010 - mypy: it is a class
         from tests.helpers.slow_join import PAUSE_S, sleeping_main
 
         return sleeping_main(PAUSE_S, rest)

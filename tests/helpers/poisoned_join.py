@@ -23,10 +23,10 @@ def _poisoned_main(step: int, arguments: list[str]) -> int:
 
     def poisoned(self: trainer.Trainer) -> None:
         nonlocal done
-        if self.step == step and not done:
+        if self._learner.step == step and not done:
             done = True
             with torch.no_grad():
-                next(self._model.trainable_parameters())[1].fill_(math.nan)
+                next(self._learner.model.trainable_parameters())[1].fill_(math.nan)
         take_step(self)
 
     setattr(trainer.Trainer, "_train_step", poisoned)  # noqa: B010 - mypy does not let a method be assigned to

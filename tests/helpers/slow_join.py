@@ -50,7 +50,7 @@ def _following_main(metrics: Path, steps: int, arguments: list[str]) -> int:
     def follow(follower: trainer.Trainer) -> None:
         nonlocal seen
         # During a round nobody makes steps, and a step that ends only after it would hold the others up.
-        while steps_done() < seen + steps and follower._network.called_round <= follower.round:
+        while steps_done() < seen + steps and follower._rounds.network.called_round <= follower.round:
             time.sleep(_POLL_S)
         seen = steps_done()
 
@@ -66,7 +66,7 @@ def _slow_main(arguments: list[str]) -> int:
         begun = time.monotonic()
         take_step(self)
         until = time.monotonic() + 9 * (time.monotonic() - begun)
-        while time.monotonic() < until and self._network.called_round <= self.round:
+        while time.monotonic() < until and self._rounds.network.called_round <= self.round:
             time.sleep(_POLL_S)
 
     setattr(trainer.Trainer, "_train_step", slowly)  # noqa: B010 - mypy does not let a method be assigned to

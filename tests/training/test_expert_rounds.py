@@ -40,11 +40,11 @@ def do_round(peer: LoneTrainer, steps: int, during: int = 0) -> FloatArray:
     """Steps, a round, and steps while it runs; returns the live experts just before its outcome is applied."""
     for _ in range(steps):
         peer.trainer._train_step()
-    assert peer.trainer._begin_round()
+    assert peer.trainer._rounds.begin(leaving=False)
     for _ in range(during):
         peer.trainer._train_step()
     before_N = experts(peer)
-    peer.trainer._end_round()
+    peer.trainer._rounds.end()
     return before_N
 
 
@@ -95,11 +95,11 @@ def test_a_restart_between_two_synchronisations_goes_on_exactly_where_it_was(mak
     peer = make()
     do_round(peer, 2)
     peer.trainer._train_step()
-    peer.trainer._saver.save(1, 3)
+    peer.trainer._saver.save()
     again = restarted(make, peer)
     assert np.array_equal(again.live(), peer.live())
     assert not np.array_equal(experts(again), reference_experts(again))
-    work, before = again.trainer._work, peer.trainer._work
+    work, before = again.trainer._learner.work, peer.trainer._learner.work
     assert (work.steps, work.tokens) == (1, 128)
     assert [work.routed_E[e] for e in HELD] == [before.routed_E[e] for e in HELD]
     for one in (peer, again):
@@ -112,8 +112,8 @@ def test_a_restart_between_two_synchronisations_goes_on_exactly_where_it_was(mak
 def test_a_peer_that_missed_a_round_without_experts_goes_on_with_its_work_on_them(make: Make) -> None:
     peer = make()
     do_round(peer, 2)
-    peer.trainer._saver.save(1, 2)
-    saved_N, routed_E = experts(peer), peer.trainer._work.routed_E.copy()
+    peer.trainer._saver.save()
+    saved_N, routed_E = experts(peer), peer.trainer._learner.work.routed_E.copy()
     reference = peer.network.reference
     shared = reference.layout.blocks[SHARED_BLOCK]
     reference.values_N[shared.start : shared.stop] += 0.01
@@ -121,7 +121,7 @@ def test_a_peer_that_missed_a_round_without_experts_goes_on_with_its_work_on_the
     again = restarted(make, peer)
     assert np.array_equal(experts(again), saved_N)
     assert np.array_equal(again.live()[shared.start : shared.stop], reference.values_N[shared.start : shared.stop])
-    work = again.trainer._work
+    work = again.trainer._learner.work
     assert (work.steps, work.tokens) == (0, 0)
     assert [work.routed_E[e] for e in HELD] == [routed_E[e] for e in HELD]
     assert work.routed_E.sum() == sum(routed_E[e] for e in HELD)

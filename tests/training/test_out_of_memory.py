@@ -126,16 +126,15 @@ class EndingSampler(StubSampler):
 @pytest.mark.parametrize("failed", [True, False])
 def test_a_peer_without_data_leaves_in_order_and_loses_no_step(tmp_path: Path, failed: bool) -> None:
     error = DataError("hf:user/verses could not be read") if failed else DataStoppedError("stopped while waiting")
-    lone = LoneTrainer(tmp_path, run_config(evaluation={"every_rounds": 0}))
+    lone = LoneTrainer(tmp_path, run_config(evaluation={"every_rounds": 0}), sampler=EndingSampler(error))
     lone.network.others = 1
-    lone.setup.sampler = EndingSampler(error)
     if failed:
         with pytest.raises(DataError, match="hf:user/verses could not be read"):
             lone.trainer.run()
     else:
         lone.trainer.run()
     lone.close()
-    assert lone.trainer.step == 3
+    assert lone.trainer._learner.step == 3
     meta = read_content(checkpoints_in(lone.setup.checkpoints)[0]).meta
     assert (meta.step, meta.steps_in_round) == (3, 0)  # the work of all steps is in a round
     assert meta.round > 0

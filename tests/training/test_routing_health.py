@@ -213,7 +213,7 @@ def test_an_expert_that_dies_is_told_once_and_so_is_its_recovery(make: Make) -> 
     assert (died["round"], died["dead"], died["dead_in_swarm"]) == (3, [[1, 3]], [[1, 3]])
     assert died["load"][1][3] == 0.0
     assert (recovered["round"], recovered["dead"], recovered["dead_in_swarm"]) == (5, [], [])
-    assert peer.trainer._routing.report.dead == ()
+    assert peer.trainer._steps.routing.report.dead == ()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_an_expert_is_dead_if_more_than_half_of_the_peers_say_so(
     starve(peer)
     peer.network.routing_reports, peer.network.dead_votes = others, votes
     peer.trainer.run()
-    assert peer.trainer._routing.report.dead == (STARVED,)  # it says so itself
+    assert peer.trainer._steps.routing.report.dead == (STARVED,)  # it says so itself
     assert [event["detail"] for event in peer.events("fault")] == [DIED] * warns
 
 

@@ -58,8 +58,8 @@ def newest(peer: LoneTrainer) -> Checkpoint:
 
 def one_round(peer: LoneTrainer) -> None:
     peer.trainer._train_step()
-    assert peer.trainer._begin_round()
-    peer.trainer._end_round()
+    assert peer.trainer._rounds.begin(leaving=False)
+    peer.trainer._rounds.end()
 
 
 def saved_rounds(peer: LoneTrainer) -> list[int]:
@@ -70,8 +70,8 @@ def saved_rounds(peer: LoneTrainer) -> list[int]:
 def state_of(peer: LoneTrainer) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]]]:
     """Live weights of what it trains, and moments."""
     live_N = np.zeros(peer.model.layout.num_elements, dtype=np.float32)
-    peer.trainer._live.read_trained(live_N)
-    return live_N, optimiser_arrays(peer.trainer._optimiser, dict(peer.model.trainable_parameters()))
+    peer.trainer._learner.live.read_trained(live_N)
+    return live_N, optimiser_arrays(peer.trainer._learner.optimiser, dict(peer.model.trainable_parameters()))
 
 
 def assert_holds(checkpoint: Checkpoint, peer: LoneTrainer, state: Any) -> None:
@@ -93,8 +93,8 @@ def test_a_checkpoint_holds_the_moment_it_was_taken_however_far_training_is_when
     one_round(peer)
     for _ in range(more_steps):
         peer.trainer._train_step()
-    state, step = state_of(peer), peer.trainer.step
-    peer.trainer._saver.start(peer.trainer.round, step)
+    state, step = state_of(peer), peer.trainer._learner.step
+    peer.trainer._saver.start()
     for _ in range(2):
         peer.trainer._train_step()
     gate.open.set()
@@ -132,7 +132,7 @@ def test_a_peer_resumes_from_a_background_checkpoint_as_if_it_had_not_stopped(
 
 def test_the_next_step_changes_nothing_before_all_is_copied(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     peer, waiting = make(), threading.Event()
-    copy, wait = peer.trainer._live.beyond_reference, peer.trainer._saver.before_step
+    copy, wait = peer.trainer._learner.live.beyond_reference, peer.trainer._saver.before_step
 
     def slow_copy() -> Any:
         assert waiting.wait(PATIENCE_S)  # the backward pass is done
@@ -146,9 +146,9 @@ def test_the_next_step_changes_nothing_before_all_is_copied(make: Make, monkeypa
     one_round(peer)
     peer.trainer._train_step()
     state = state_of(peer)
-    monkeypatch.setattr(peer.trainer._live, "beyond_reference", slow_copy)
+    monkeypatch.setattr(peer.trainer._learner.live, "beyond_reference", slow_copy)
     monkeypatch.setattr(peer.trainer._saver, "before_step", before_step)
-    peer.trainer._saver.start(peer.trainer.round, peer.trainer.step)
+    peer.trainer._saver.start()
     peer.trainer._train_step()
     assert not np.array_equal(state_of(peer)[0], state[0])
     peer.trainer._saver._finish()
@@ -178,7 +178,7 @@ def test_the_next_round_begins_once_the_reference_is_read(make: Make, monkeypatc
     monkeypatch.setattr(peer.trainer._saver, "before_round", before_round)
     monkeypatch.setattr(peer.network, "run_round", run_round)
     peer.trainer._train_step()
-    peer.trainer._saver.start(peer.trainer.round, peer.trainer.step)
+    peer.trainer._saver.start()
     one_round(peer)
     assert order == ["read"] * len(peer.model.layout.blocks) + ["round"]
     assert saved_rounds(peer) == [1]
@@ -193,7 +193,8 @@ def test_while_one_is_being_written_no_other_is_begun(make: Make, monkeypatch: p
     monkeypatch.setattr(peer.trainer._saver, "before_round", lambda: None)  # the gate is before the reference
     one_round(peer)
     peer.trainer._saver._due_at = 0.0
-    peer.trainer._saver.after_round(7, 700)
+    peer.trainer._learner.round, peer.trainer._learner.step = 7, 700
+    peer.trainer._saver.after_round()
     gate.open.set()
     assert saved_rounds(peer) == [1]
 
@@ -233,7 +234,7 @@ def test_the_last_one_is_written_though_an_earlier_one_is_on_its_way(
     one_round(peer)
     peer.trainer._train_step()
     gate.open.set()
-    peer.trainer._saver.save(peer.trainer.round, peer.trainer.step)
+    peer.trainer._saver.save()
     assert newest(peer).meta.step == 2
     assert saved_rounds(peer) == [1, 1]
 
@@ -269,7 +270,7 @@ def test_without_room_for_another_checkpoint_training_goes_on_with_the_one_befor
     assert [f"training goes on, but {fault}" for fault in faults] == peer.said
     assert peer.setup.status.faults == 2
     with pytest.raises(CheckpointError, match="No space left on device"):  # but it does not leave without a word
-        peer.trainer._saver.save(peer.trainer.round, peer.trainer.step)
+        peer.trainer._saver.save()
 
 
 def test_without_room_for_the_first_checkpoint_training_ends(make: Make, full_disk: Callable[[], None]) -> None:

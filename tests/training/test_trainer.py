@@ -62,7 +62,7 @@ def test_a_peer_that_leaves_right_after_its_first_contact_leaves_its_work_in_a_r
         return await see()
 
     def next_batch_and_stop(batch_size: int) -> NDArray[np.int64]:
-        if peer.trainer.step == 2:
+        if peer.trainer._learner.step == 2:
             peer.stop.set()
         return next_batch(batch_size)
 
@@ -110,8 +110,8 @@ def test_a_merge_that_falls_due_while_catching_up_is_applied(make: Make) -> None
         return CaughtUp(round=13, why="asleep", seconds=0.0, payload_bytes=0, complete=True)
 
     peer.network.answers.append(catch_up)
-    assert peer.trainer._begin_round()
-    peer.trainer._end_round()
+    assert peer.trainer._rounds.begin(leaving=False)
+    peer.trainer._rounds.end()
     live_N = peer.live()
     # At step 130 of 1000 the strength is 0.5 * (1 - 0.13).
     expected_N = merge_flat(peer.network.reference.values_N, layout, 0.435, 2) + work_N
@@ -226,16 +226,16 @@ def test_work_that_was_thrown_away_counts_for_nothing(make: Make) -> None:
     contributed = peer.statements()
     for _ in range(7):
         peer.trainer._train_step()
-    peer.trainer._restart_from_reference()
+    peer.trainer._rounds.restart()
     peer.trainer._train_step()
-    assert peer.trainer._begin_round()
-    peer.trainer._end_round()
+    assert peer.trainer._rounds.begin(leaving=False)
+    peer.trainer._rounds.end()
     one_step = 2 * 64  # sequences times tokens
     ((tokens, routed),) = contributed
     assert tokens == one_step
     # Top 2 of two layers: no more choices than that, whichever of the experts are held.
     assert routed <= 2 * 2 * one_step
-    assert peer.trainer.step == 8  # what was done is no secret, but it is not work for a round
+    assert peer.trainer._learner.step == 8  # what was done is no secret, but it is not work for a round
 
 
 @pytest.mark.slow
@@ -305,7 +305,7 @@ def test_a_commit_that_is_taken_back(make: Make, overlap: bool, keeps_work: bool
 def test_a_commit_that_makes_the_loss_nan_is_voted_against_before_the_peer_gives_up(make: Make) -> None:
     """Steps without a finite loss are no work, so no round would fall due; the peers call one at once."""
     peer = make({"round": {"inner_steps": 2}}, max_rounds=3)
-    said, hold, compute = list[bool | None](), peer.network.run_round, peer.trainer._gradients.compute
+    said, hold, compute = list[bool | None](), peer.network.run_round, peer.trainer._steps.gradients.compute
     ruined_rounds = {2}
 
     async def note(tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None) -> Any:
@@ -322,7 +322,7 @@ def test_a_commit_that_makes_the_loss_nan_is_voted_against_before_the_peer_gives
         return float("nan") if peer.trainer.round in ruined_rounds else loss
 
     peer.network.run_round = note  # type: ignore[method-assign, assignment]
-    peer.trainer._gradients.compute = compute_or_fail  # type: ignore[method-assign]
+    peer.trainer._steps.gradients.compute = compute_or_fail  # type: ignore[method-assign]
     peer.network.answers = [StubNetwork.commit, StubNetwork.commit, take_back]
     peer.trainer.run()
     assert said[2] is True

@@ -1,4 +1,4 @@
-"""Asks each peer how many tokens it has processed since the last commit, for training/round_due.py.
+"""Asks each peer how many tokens it has processed since the last commit, for training/rounds/due.py.
 
 Answers are newer than records by seconds, so they also show a peer that has fallen behind where the swarm is now. They
 carry the speed of the step that is under way and how long ago it began, so that the trainer can tell where a peer is

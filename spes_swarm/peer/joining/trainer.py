@@ -11,7 +11,7 @@ from spes_swarm.peer.step_settings import replica_of
 from spes_swarm.port.commands import COMMAND_TIMEOUT_S, Commands
 from spes_swarm.publishing.background import Publishing
 from spes_swarm.training.ranks.orders import Replica
-from spes_swarm.training.setup import TrainerSetup
+from spes_swarm.training.setup import Compute, Reporter, Saving
 from spes_swarm.training.trainer import Trainer
 
 
@@ -29,7 +29,7 @@ def make_trainer(
     order = replica_of(run, context.peer, machine.device, held, data.plan.micro_batch_size, machine.step)
     if context.ranks is not None:
         context.ranks.send_order(order)
-    return Trainer(_setup(context, machine, found, data, memory, order))
+    return _new_trainer(context, machine, found, data, memory, order)
 
 
 def load_weights(context: SessionContext, trainer: Trainer, reference: StartingReference, data: OpenedData) -> None:
@@ -46,10 +46,10 @@ def load_weights(context: SessionContext, trainer: Trainer, reference: StartingR
         data.sampler.advance(view.data)
 
 
-def _setup(
+def _new_trainer(
     context: SessionContext, machine: Machine, found: FoundRun, data: OpenedData, memory: SharedMemory, order: Replica
-) -> TrainerSetup:
-    peer, console, directory = context.peer, context.console, context.directory
+) -> Trainer:
+    peer, console, directory, peer_id = context.peer, context.console, context.directory, context.identity.peer_id
 
     def say_round() -> None:
         if not console.is_terminal:  # on a terminal the panel shows it
@@ -58,35 +58,36 @@ def _setup(
     def remember_peers() -> None:
         directory.remember_peers(context.network.ask(Commands.peer_maddrs, COMMAND_TIMEOUT_S))
 
-    return TrainerSetup(
-        run_id=found.manifest.run_id,
-        peer_id=context.identity.peer_id,
+    return Trainer(
+        found.manifest.run,
+        context.network,
         nickname=peer.name or "",
-        run=found.manifest.run,
-        model=order.build(machine.device),
-        network=context.network,
-        reference_N=memory.reference.values_N,
-        contribution_N=memory.contribution.values_N,
+        compute=Compute(
+            model=order.build(machine.device),
+            reference_N=memory.reference.values_N,
+            contribution_N=memory.contribution.values_N,
+            device=machine.device,
+            batch_size=data.batch_size,
+            micro_batch_size=data.plan.micro_batch_size,
+            precision=machine.step.precision,
+            ranks=context.ranks,
+            optimizer_states=peer.optimizer_states,
+        ),
         sampler=data.sampler,
         evaluation=data.evaluation,
-        device=machine.device,
-        batch_size=data.batch_size,
-        micro_batch_size=data.plan.micro_batch_size,
-        precision=machine.step.precision,
-        ranks=context.ranks,
-        optimizer_states=peer.optimizer_states,
-        metrics=context.metrics,
-        checkpoints=directory.checkpoints,
-        checkpoint_minutes=peer.checkpoint_minutes,
-        keep_checkpoints=peer.keep_checkpoints,
+        saving=Saving(
+            run_id=found.manifest.run_id,
+            peer_id=peer_id,
+            checkpoints=directory.checkpoints,
+            checkpoint_minutes=peer.checkpoint_minutes,
+            keep_checkpoints=peer.keep_checkpoints,
+            on_saved=remember_peers,
+        ),
+        publishing=_publishing(context, found),
+        reporter=Reporter(peer_id, context.metrics, context.status, console.say, say_round),
+        stop=context.stop,
         max_rounds=peer.max_rounds,
         profile_steps=peer.profile_steps,
-        stop=context.stop,
-        status=context.status,
-        say=console.say,
-        on_round=say_round,
-        on_saved=remember_peers,
-        publishing=_publishing(context, found),
     )
 
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.metrics import events
 from spes_swarm.model.merge import layer_similarities
+from spes_swarm.model.sparse_model import SparseModel
+from spes_swarm.port.commands import Port
 from spes_swarm.protocol.members.routing_report import (
     ALIVE_LOAD,
     DEAD_LOAD,
@@ -29,7 +32,7 @@ from spes_swarm.protocol.members.routing_report import (
     packed_loads,
 )
 from spes_swarm.training.gradients import GradientSource
-from spes_swarm.training.setup import TrainerSetup
+from spes_swarm.training.setup import Reporter
 
 _MIN_FAIR_SHARE = 1000  # tokens that an expert would get if loads were even, before it is judged
 _SIMILARITY_ELEMENTS = 1 << 15  # of each expert and layer; the error of a cosine is about 0.006
@@ -91,12 +94,15 @@ class DeadExperts:
 class RoutingHealth:
     """Collects the routers' choices between commits, judges them at each, and warns once when an expert dies."""
 
-    def __init__(self, setup: TrainerSetup, gradients: GradientSource, warn: Callable[[str, str], None]) -> None:
-        """Takes the trainer's gradients; `warn` is told (kind, text) of dead experts."""
-        self._setup = setup
+    def __init__(
+        self, model: SparseModel, reference_N: FloatArray, gradients: GradientSource, network: Port, reporter: Reporter
+    ) -> None:
+        self._model = model
+        self._reference_N = reference_N
         self._gradients = gradients
-        self._warn = warn
-        shape = len(setup.model.layer_names), setup.model.layout.num_experts
+        self._network = network
+        self._reporter = reporter
+        shape = len(model.layer_names), model.layout.num_experts
         self._routed_LE = np.zeros(shape, dtype=np.int64)  # since the last commit
         self._held_copies = 0  # of these, routed to held experts
         self._steps = 0
@@ -153,7 +159,7 @@ class RoutingHealth:
         if evaluated or changed:
             details["dead"] = [divmod(pair, E) for pair in sorted(dead)]
             details["dead_in_swarm"] = [divmod(pair, E) for pair in sorted(self._dead_in_swarm)]
-            self._setup.metrics.write(events.Routing(round=round_number, **details))
+            self._reporter.metrics.write(events.Routing(round=round_number, **details))
         return figures
 
     def _judge(self) -> bool:
@@ -161,7 +167,7 @@ class RoutingHealth:
         before = self._own.dead, self._dead_in_swarm
         if not self._own.judge(self._routed_LE, self._steps):
             return False
-        view = self._setup.network.view
+        view = self._network.view
         votes, others = (Counter(view.dead_votes), view.routing_reports) if view is not None else (Counter[int](), 0)
         votes.update(self._own.dead)
         self._dead_in_swarm = frozenset(dead_by_majority(votes, others + 1))
@@ -172,9 +178,11 @@ class RoutingHealth:
         if died:
             verb, whose = ("is", "its") if len(died) == 1 else ("are", "their")
             named = self._named(died)
-            self._warn("dead_expert", f"{named} {verb} dead: less than {DEAD_LOAD:.0%} of {whose} fair share of tokens")
+            self._reporter.warn(
+                "dead_expert", f"{named} {verb} dead: less than {DEAD_LOAD:.0%} of {whose} fair share of tokens"
+            )
         if recovered:
-            self._setup.say(f"{self._named(recovered)} {'gets' if len(recovered) == 1 else 'get'} tokens again")
+            self._reporter.say(f"{self._named(recovered)} {'gets' if len(recovered) == 1 else 'get'} tokens again")
 
     def _named(self, pairs: Collection[int]) -> str:
         E = self._routed_LE.shape[1]
@@ -183,8 +191,8 @@ class RoutingHealth:
 
     def _similarities(self) -> tuple[LayerArray, LayerArray]:
         """Mean and maximum (L,) over pairs of different experts of the reference; 0 for a single expert."""
-        model, means, maxima = self._setup.model, [], []
-        found = layer_similarities(self._setup.reference_N, model.layout, _SIMILARITY_ELEMENTS)
+        model, means, maxima = self._model, [], []
+        found = layer_similarities(self._reference_N, model.layout, _SIMILARITY_ELEMENTS)
         for name in model.layer_names:
             cosines = found[name][np.triu_indices(len(found[name]), 1)]
             means.append(float(cosines.mean()) if cosines.size else 0.0)

@@ -11,8 +11,8 @@ import pytest
 
 from spes_swarm.port.commands import Commands
 from spes_swarm.port.messages import SwarmView, TokenCounts
-from spes_swarm.training import round_due
-from spes_swarm.training.round_due import Pace
+from spes_swarm.training.rounds import due as round_due
+from spes_swarm.training.rounds.due import Pace
 
 INNER_STEPS = 40
 STEP = 100  # tokens per local step, of every peer

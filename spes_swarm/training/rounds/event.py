@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -11,9 +11,8 @@ from dataclasses import replace
 from spes_swarm.base.errors import NetworkProcessError
 from spes_swarm.metrics import events
 from spes_swarm.port.commands import Commands, Port
-from spes_swarm.storage.metrics_file import Metrics
 from spes_swarm.training.health.held_out import HeldOutLoss
-from spes_swarm.training.setup import TrainingStatus
+from spes_swarm.training.setup import Reporter
 
 
 class RoundEvents:
@@ -24,11 +23,9 @@ class RoundEvents:
     after the commit; None if no step followed.
     """
 
-    def __init__(self, network: Port, metrics: Metrics, status: TrainingStatus, on_written: Callable[[], None]) -> None:
+    def __init__(self, network: Port, reporter: Reporter) -> None:
         self._network = network
-        self._metrics = metrics
-        self._status = status
-        self._on_written = on_written
+        self._reporter = reporter
         self._pending: tuple[events.Round, Future[tuple[int, int]]] | None = None
         self._standstill_s = 0.0
         self._stepped_at: float | None = None  # monotonic time of the end of the last step
@@ -49,7 +46,7 @@ class RoundEvents:
     def committed(self, event: events.Round, held_out: HeldOutLoss | None) -> None:
         """Stores an event at its round's commit; a pending event is written first."""
         self.write(wait_s=0.0)  # first: its callback reads the status of that round
-        status = self._status
+        status = self._reporter.status
         status.round, status.peers = event.round, event.peers
         status.round_seconds = event.group_seconds + event.exchange_seconds
         if held_out is not None:
@@ -72,6 +69,6 @@ class RoundEvents:
         # The round is committed even if the network process has failed.
         with suppress(TimeoutError, NetworkProcessError):
             sent, received = traffic.result(wait_s)
-        self._metrics.write(replace(event, payload_bytes_sent=sent, payload_bytes_received=received))
-        self._status.round_megabytes = ((sent or 0) + (received or 0)) / 1e6
-        self._on_written()
+        self._reporter.metrics.write(replace(event, payload_bytes_sent=sent, payload_bytes_received=received))
+        self._reporter.status.round_megabytes = ((sent or 0) + (received or 0)) / 1e6
+        self._reporter.on_round()
