@@ -176,12 +176,12 @@ class SequentialPeer:
             certificate=b"",
         )
 
-    def hold(self, held: Sequence[int]) -> None:
+    def set_held(self, held: Sequence[int]) -> None:
         """Changes its experts after a commit, as a trainer does; those that are new start without moments."""
         before, after = set(self.model.held), set(held)
         if before == after:
             return
-        self.model.hold(held, self.optimiser)
+        self.model.set_held(held, self.optimiser)
         layout = self.model.layout
         self.live.reset_to_reference(layout.expert_block(expert).index for expert in sorted(before ^ after))
         self.routed_E[sorted(before ^ after)] = 0
@@ -324,7 +324,7 @@ class SequentialSwarm:
             held = reassign_group(group, plan, layout.num_experts, self._rules)
             for peer in self.peers:
                 if peer not in leaving:
-                    peer.hold(held[peer.name])
+                    peer.set_held(held[peer.name])
         for peer in leaving:
             self.remove(peer)
         seen = [found for state in states for found in state.reduction.agreements.opposition(plan.claims).values()]

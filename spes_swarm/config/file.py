@@ -120,7 +120,7 @@ def _read_content(path: Path) -> dict[str, Any]:
 
 def _read_base(path: Path, name: Any) -> dict[str, Any]:
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{path}: base: found {show(name)}, expected a file beside this one, or its path")
+        raise ConfigError(f"{path}: base: found {show(name)}, expected a file next to this one, or its path")
     base = path.parent / user_path(name)
     shipped = _shipped()
     if not base.exists() and name in shipped:
@@ -142,7 +142,7 @@ def _read_base(path: Path, name: Any) -> dict[str, Any]:
 
 
 def _shipped() -> dict[str, Path]:
-    """The configurations inside the package and, in a clone, beside it, by name."""
+    """The configurations inside the package and, in a clone, next to it, by name."""
     packaged = default_config_path().parent
     folders = (packaged.parents[1] / "configs", packaged)
     return {path.name: path for folder in folders for path in folder.glob("*.yaml")}

@@ -42,7 +42,7 @@ class Manifest:
     signature: bytes
 
     def to_wire(self) -> dict[str, bytes]:
-        """Returns the form that peers exchange, and that is stored beside checkpoints."""
+        """Returns the form that peers exchange, and that is stored next to checkpoints."""
         return {"manifest": self.data, "signature": self.signature}
 
 

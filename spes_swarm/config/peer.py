@@ -114,7 +114,7 @@ class PeerConfig(Section):
         "auto", "form in which other peers' experts are stored; auto: bf16 on a GPU, fp32 on a CPU"
     )
     foreign_storage: OnDeviceOrHost = setting(
-        "device", "where other peers' experts are stored; host: in host memory beside a GPU, read one layer ahead"
+        "device", "where other peers' experts are stored; host: in host memory next to a GPU, read one layer ahead"
     )
     reference_storage: Storage = setting(
         "auto",

@@ -219,7 +219,7 @@ class TrainingConfig(Section):
     # Muon trains the matrices of hidden layers, and AdamW then trains the rest.
     optimiser: Literal["adamw", "muon"] = "adamw"
     muon_momentum: Beta = 0.95  # decay of Muon's moving average of gradients
-    # Peak for what AdamW trains beside Muon, on the same schedule; None = learning_rate.
+    # Peak for what AdamW trains alongside Muon, on the same schedule; None = learning_rate.
     adamw_learning_rate: Positive | None = None
     adam_beta1: Beta = 0.9  # decay of the first moment
     adam_beta2: Beta = 0.95  # decay of the second moment
@@ -277,7 +277,7 @@ class RoundConfig(Section):
     stall_timeout_s: Positive = 10.0  # a peer that sends no byte for this long counts as dead
     timeout_s: Positive = 300.0  # for a whole exchange; parts still missing stay at the old reference
     max_update_rms: Positive = 1.0  # largest root mean square of a part's difference that a reducer accepts
-    clip: NotNegative = 1.5  # longer differences, in multiples of the median member's, are scaled down; 0 = no bound
+    clip: NotNegative = 1.5  # maximum norm of a member's update, as a multiple of the median member's; 0 disables
     progress_ttl_s: Positive = 30.0  # lifetime of a progress record; without a new one the peer counts as gone
     lease_s: Positive = 120.0  # lifetime of an expert lease: how long a dead holder keeps its experts
     overlap: bool = False  # keep training during the exchange

@@ -51,7 +51,7 @@ class BatchSource(ABC):
             DataError: nothing is held out, or the data cannot be read.
         """
 
-    # For data that the peers of a run divide among themselves; see dealing.py. Other sources ignore these.
+    # For data that the peers of a run divide among themselves; see partition.py. Other sources ignore these.
 
     def follow(self, members: Iterable[str]) -> None:  # noqa: B027 - data that is not divided needs nothing
         """Divides the data among these peers and this one, from the next piece on."""

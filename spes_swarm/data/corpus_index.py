@@ -1,4 +1,4 @@
-"""The index of a corpus: `corpus.json` beside the shards lists all of them, so any subset can prove its origin.
+"""The index of a corpus: `corpus.json` next to the shards lists all of them, so any subset can prove its origin.
 
 The digest of a corpus is the BLAKE3 of the tokenizer's digest and of the shards' content digests and lengths, in order.
 It does not depend on where the shards are stored, and one shard with the index is enough to show that the shard belongs
@@ -77,7 +77,7 @@ class Membership:
 def membership(files: Sequence[TokenFile]) -> Membership:
     """Returns the corpus that token files belong to, by the index in their common folder.
 
-    A single file that the index beside it does not list counts as a whole corpus.
+    A single file that the index next to it does not list counts as a whole corpus.
 
     Raises:
         DataError: the index is damaged, or lists only some of the files.

@@ -33,7 +33,7 @@ from spes_swarm.data.tokenizer import (
     pack,
 )
 
-_MAX_FOLDERS = 16  # with a tokenizer, beside one data source
+_MAX_FOLDERS = 16  # with a tokenizer, next to one data source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +59,9 @@ def founded_tokenizer(run: RunConfig, places: TokenizerPlaces) -> tuple[Tokenize
     if name == BYTES or run.tokenizer.local is not None:
         path = None
     else:
-        beside = [start / name for folder in places.folders for start in (folder, folder.parent)]
+        nearby = [start / name for folder in places.folders for start in (folder, folder.parent)]
         is_relative = not name.startswith(("/", "~")) and not Path(name).exists()
-        path = next((path for path in beside if is_relative and path.exists()), None) or local_path(name)
+        path = next((path for path in nearby if is_relative and path.exists()), None) or local_path(name)
     if path is not None:
         run = dataclasses.replace(run, tokenizer=dataclasses.replace(run.tokenizer, name=str(path)))
     tokenizer = run_tokenizer(run, places)
@@ -140,8 +140,8 @@ def _find(wanted: TokenizerConfig, places: TokenizerPlaces) -> Tokenizer:
         if local_path(wanted.name) is not None and (found := load_tokenizer(wanted.name)).digest == wanted.digest:
             return found
     for packed in _beside(places.folders, wanted.name):
-        if (beside := load_packed(wanted.name, packed)).digest == wanted.digest:
-            return beside
+        if (nearby := load_packed(wanted.name, packed)).digest == wanted.digest:
+            return nearby
     return load_tokenizer(wanted.name if "@" in wanted.name or not is_hub_name(wanted.name) else f"{wanted.name}@main")
 
 

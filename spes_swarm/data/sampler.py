@@ -12,7 +12,7 @@ corpus never trains on what others evaluate. In each epoch, all windows are shif
 only: it costs each span one window), and their order is a new pseudo-random permutation.
 
 Peers with the same files *divide* them: all walk through the order of the run, in which each block of windows belongs
-to one member (data/dealing.py), and skip the blocks of others. So no window is trained on twice in an epoch while the
+to one member (data/partition.py), and skip the blocks of others. So no window is trained on twice in an epoch while the
 members stay the same; streaming/pieces.py has the limits when they change. Other peers walk through an order of their
 own.
 """
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from spes_swarm.base.errors import DataError
 from spes_swarm.data.batch_source import BatchSource, Cursor, short_digest
 from spes_swarm.data.corpus_index import corpus_digest
-from spes_swarm.data.dealing import MAX_POSITION, Permutation, owner_of
+from spes_swarm.data.partition import MAX_POSITION, Permutation, owner_of
 from spes_swarm.data.token_file import TokenFile
 
 _MAX_HELD_OUT_RUN = 64  # windows; longer runs sample fewer places, shorter ones lose more windows to offsets

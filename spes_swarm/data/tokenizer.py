@@ -371,7 +371,7 @@ def _check_size(path: Path) -> None:
 
 
 def _configured_end_of_text(path: Path) -> str:
-    """Returns the end-of-text token configured beside a tokenizer.json, by default this package's own."""
+    """Returns the end-of-text token configured next to a tokenizer.json, by default this package's own."""
     if not path.is_file():
         return END_OF_TEXT
     try:

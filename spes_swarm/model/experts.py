@@ -187,7 +187,7 @@ class SparseExperts(nn.Module):
         else:
             self._frozen(projection).write(self.others.index(expert), matrix)
 
-    def hold(self, held: Sequence[int]) -> None:
+    def set_held(self, held: Sequence[int]) -> None:
         """Changes which experts are held; all keep their values, rounded if they have ever been in a frozen stack.
 
         The parameters become new objects without gradients. If `held` is unchanged, nothing happens.

@@ -420,7 +420,7 @@ def indexed_files(index: Path) -> list[str]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
         _refuse_pointer(index)
         raise CheckpointError(f"{index} is not an index of safetensors") from exc
-    # An index may be untrusted: it may only name files beside it.
+    # An index may be untrusted: it may only name files next to it.
     if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise CheckpointError(f"{index} is not an index of safetensors")
     return sorted(names)

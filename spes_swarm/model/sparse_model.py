@@ -265,7 +265,7 @@ class SparseModel:
 
     # Training
 
-    def hold(self, held: Sequence[int], optimiser: torch.optim.Optimizer | None = None) -> None:
+    def set_held(self, held: Sequence[int], optimiser: torch.optim.Optimizer | None = None) -> None:
         """Changes the held experts; all weights keep their values, as far as `SparseExperts.hold` does.
 
         The experts' parameters become new objects, so the optimiser of this model must be passed here. Its
@@ -282,7 +282,7 @@ class SparseModel:
         swapped: dict[nn.Parameter, nn.Parameter] = {}
         for experts in self._experts.values():
             old = [getattr(experts, projection) for projection in PROJECTIONS]
-            experts.hold(held)
+            experts.set_held(held)
             swapped.update(zip(old, (getattr(experts, projection) for projection in PROJECTIONS), strict=True))
         if optimiser is not None:
             _swap_parameters(optimiser, swapped, self.held, held)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Final
 
-from spes_swarm.monitor.books import count
+from spes_swarm.monitor.aggregates import count
 from spes_swarm.monitor.state import MAX_WHY_CHARS, PEER_ID, Excluded, WithoutDuty
 from spes_swarm.protocol.averaging.proof import Proof
 from spes_swarm.protocol.members.records import DutyNote, Progress
@@ -47,14 +47,14 @@ class Accusations:
         self.accusers: dict[str, list[str]] = {}  # by culprit; those that most peers name first
         self._excluded = {one.peer_id: one for one in excluded}
 
-    def take(
-        self, now: float, voices: Mapping[str, Progress], names: Mapping[str, str], proven: Mapping[str, Evidence]
+    def update(
+        self, now: float, electorate: Mapping[str, Progress], names: Mapping[str, str], proven: Mapping[str, Evidence]
     ) -> None:
         """Replaces the accusations by those of the present peers that take part, the proven liars aside."""
-        voices = {peer_id: record for peer_id, record in voices.items() if peer_id not in proven}
-        if not voices:
+        electorate = {peer_id: record for peer_id, record in electorate.items() if peer_id not in proven}
+        if not electorate:
             return
-        accusers, notes = _said_in(voices)
+        accusers, notes = _said_in(electorate)
         order = sorted(accusers, key=lambda peer_id: (-len(accusers[peer_id]), peer_id))[:_MAX_EXCLUDED]
         self.accusers = {peer_id: accusers[peer_id] for peer_id in order}
         self._excluded = {
@@ -62,7 +62,7 @@ class Accusations:
                 peer_id=peer_id,
                 name=names.get(peer_id, ""),
                 by=len(by),
-                of=_num_others(voices, peer_id),
+                of=_num_others(electorate, peer_id),
                 since=self._excluded[peer_id].since if peer_id in self._excluded else now,
                 verified=False,
             )
@@ -73,12 +73,12 @@ class Accusations:
                 peer_id=peer_id,
                 name=names.get(peer_id, ""),
                 by=len(said),
-                of=_num_others(voices, peer_id),
+                of=_num_others(electorate, peer_id),
                 since=count(median_low(note.since for note in said)),
                 kinds=_kinds(said),
             )
             for peer_id, said in sorted(notes.items())
-            if 2 * len(said) > _num_others(voices, peer_id)
+            if 2 * len(said) > _num_others(electorate, peer_id)
         )
 
     def excluded(self, proven: Mapping[str, Evidence]) -> tuple[Excluded, ...]:
@@ -86,22 +86,22 @@ class Accusations:
         return tuple(_with(self._excluded[peer_id], proven.get(peer_id)) for peer_id in sorted(self._excluded))
 
 
-def _said_in(voices: Mapping[str, Progress]) -> tuple[dict[str, list[str]], dict[str, list[DutyNote]]]:
+def _said_in(electorate: Mapping[str, Progress]) -> tuple[dict[str, list[str]], dict[str, list[DutyNote]]]:
     """The accusers and the duty notes of each peer. Nobody has a say about itself, nor twice about another."""
     accusers: defaultdict[str, list[str]] = defaultdict(list)
     notes: defaultdict[str, list[DutyNote]] = defaultdict(list)
-    for voice, record in sorted(voices.items()):
+    for accuser, record in sorted(electorate.items()):
         for peer_id in set(record.proven):
-            if peer_id != voice and re.fullmatch(PEER_ID, peer_id):
-                accusers[peer_id].append(voice)
+            if peer_id != accuser and re.fullmatch(PEER_ID, peer_id):
+                accusers[peer_id].append(accuser)
         for peer_id, note in {note.peer: note for note in record.without_duty}.items():
-            if peer_id != voice and re.fullmatch(PEER_ID, peer_id):
+            if peer_id != accuser and re.fullmatch(PEER_ID, peer_id):
                 notes[peer_id].append(note)
     return accusers, notes
 
 
-def _num_others(voices: Mapping[str, Progress], peer_id: str) -> int:
-    return len(voices) - (peer_id in voices)
+def _num_others(electorate: Mapping[str, Progress], peer_id: str) -> int:
+    return len(electorate) - (peer_id in electorate)
 
 
 def _kinds(notes: Sequence[DutyNote]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from spes_swarm.base.errors import DataError, NetworkProcessError
 from spes_swarm.config.join_command import describe_data
 from spes_swarm.config.manifest import Manifest
-from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.aggregates import Known
 from spes_swarm.monitor.evidence import EvidenceSeeker
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.ledger import Ledger
@@ -71,7 +71,7 @@ class Collector:
         look = await self._watcher.read_records()
         ledger = self._ledger
         ledger.proven = self.evidence.proven
-        ledger.take(look.now, look.at, look.progress, look.leases, look.rounds)
+        ledger.update(look.now, look.at, look.progress, look.leases, look.rounds)
         self._watcher.live = ledger.live_peers()
         self.evidence.seek(ledger.accusations.accusers)
         ledger.proven = self.evidence.proven

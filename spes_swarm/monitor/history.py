@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from spes_swarm.base.errors import DataError, ManifestError
 from spes_swarm.config.manifest import Manifest, open_manifest
-from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.aggregates import Known
 from spes_swarm.monitor.history_file import (
     APPLICATION_ID,
     BUSY_TIMEOUT_S,

@@ -22,7 +22,7 @@ from spes_swarm.monitor.state import HistoryPoint, SwarmState
 SCHEMA_VERSION: Final = 2
 _READABLE: Final = (1, SCHEMA_VERSION)
 _EXPECTED: Final = "expected the SQLite file that `python -m spes_swarm.monitor --history FILE` writes"
-_STARTS: Final = (  # of files that people have beside a history
+_STARTS: Final = (  # of files that people have next to a history
     (b"\x1f\x8b", "is compressed with gzip: decompress it first"),
     (b"\x28\xb5\x2f\xfd", "is compressed with zstd: decompress it first"),
     (b"\xfd7zXZ\0", "is compressed with xz: decompress it first"),
@@ -56,7 +56,7 @@ def read_history(path: Path) -> tuple[SwarmState, list[HistoryPoint]]:
     """
     check_kind(path)
     with translate_sqlite_errors(path):
-        # Even reading a WAL database creates files beside it, except as immutable, which is safe while no process has
+        # Even reading a WAL database creates files next to it, except as immutable, which is safe while no process has
         # it open (no -wal file).
         mode = "mode=ro" if path.with_name(path.name + "-wal").exists() else "immutable=1"
         db = sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=BUSY_TIMEOUT_S)

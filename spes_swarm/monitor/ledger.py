@@ -2,7 +2,7 @@
 
 Remote clocks are trusted as little as possible: what counts is when a version of a record was first seen here. Claims
 are clamped before they are added up, and the swarm's round is the upper median of the claims, not the maximum. A
-signature does not make a claim true: each claim is shown beside the name of the peer that makes it.
+signature does not make a claim true: each claim is shown next to the name of the peer that makes it.
 
 Times: `now` is the swarm's time in Unix seconds, `at` is this machine's monotonic clock.
 """
@@ -18,7 +18,7 @@ from typing import Any, Final
 from spes_swarm.base.names import clean_name
 from spes_swarm.config.round_clock import RoundClock
 from spes_swarm.monitor.accusations import Accusations, Evidence
-from spes_swarm.monitor.books import FORGOTTEN, Known, RoundBook, bounded, clamped, count, superfluous
+from spes_swarm.monitor.aggregates import FORGOTTEN, Known, RoundAggregate, bounded, clamped, count, superfluous
 from spes_swarm.monitor.state import (
     Consensus,
     ExpertState,
@@ -86,7 +86,7 @@ class Ledger:
         self._names = dict(self.known.names)
         self._points = {point.round: point for point in self.known.points}
         self._changed: set[int] = set()  # rounds whose points were written or removed since `take_changes`
-        self._books: dict[int, RoundBook] = {}
+        self._aggregates: dict[int, RoundAggregate] = {}
         self._trained_in = dict(self.known.trained_in)  # expert -> round
         self._faults = dict.fromkeys(self.known.faults)
         self.accusations = Accusations(self.known.excluded, self.known.without_duty)
@@ -96,7 +96,7 @@ class Ledger:
 
     # Input.
 
-    def take(
+    def update(
         self,
         now: float,
         at: float,
@@ -126,10 +126,10 @@ class Ledger:
             self.round = median_high(committed)  # as peers compute it: Roster.median_round
             if self._began_in is None:
                 self._began_in = self.round
-        self._keep_books(now, at)
+        self._aggregate_rounds(now, at)
         self._note_evaluation()
-        voices = {p: s.progress for p, s in self._peers.items() if self._participates(s, at)}
-        self.accusations.take(now, voices, self._names, self.proven)
+        electorate = {p: s.progress for p, s in self._peers.items() if self._participates(s, at)}
+        self.accusations.update(now, electorate, self._names, self.proven)
 
     def _see(self, peer_id: str, record: Progress, now: float, at: float) -> None:
         known = self._peers.get(peer_id)
@@ -166,35 +166,36 @@ class Ledger:
     def _participates(self, seen: _Sighting, at: float) -> bool:
         return seen.is_active and seen.age_s(at) <= self.progress_ttl_s / 2
 
-    def _keep_books(self, now: float, at: float) -> None:
-        for number in [n for n, book in self._books.items() if abs(n - self.round) > _WINDOW]:
-            book = self._books[number]
+    def _aggregate_rounds(self, now: float, at: float) -> None:
+        for number in [n for n, aggregate in self._aggregates.items() if abs(n - self.round) > _WINDOW]:
+            aggregate = self._aggregates[number]
             # One from before the first read may wait for a member to be late.
-            is_past = number < (self._began_in or 0) and now - book.first_seen > 2 * self.progress_ttl_s
-            if number > self.round or book.is_written or is_past:
-                del self._books[number]
+            is_past = number < (self._began_in or 0) and now - aggregate.first_seen > 2 * self.progress_ttl_s
+            if number > self.round or aggregate.is_written or is_past:
+                del self._aggregates[number]
         for peer_id, sighting in self._peers.items():
             progress = sighting.progress
             if not (sighting.is_active or progress.state == "leaving") or abs(progress.round - self.round) > _WINDOW:
                 continue
-            book = self._books.setdefault(progress.round, RoundBook(progress.round, now))
-            book.enter(peer_id, progress)
+            aggregate = self._aggregates.setdefault(progress.round, RoundAggregate(progress.round, now))
+            aggregate.enter(peer_id, progress)
             if progress.round <= self.round:
                 for expert in progress.experts:
                     if expert < self.run.num_experts:
                         self._trained_in[expert] = max(self._trained_in.get(expert, 0), progress.round)
         for peer_id, (_, reports) in self._reports.items():
             for figures in reports:
-                if abs(figures.round - self.round) <= _WINDOW or figures.round in self._books:
-                    self._books.setdefault(figures.round, RoundBook(figures.round, now)).reports[peer_id] = figures
-        for number in sorted(self._books):
-            book = self._books[number]
+                if abs(figures.round - self.round) <= _WINDOW or figures.round in self._aggregates:
+                    aggregate = self._aggregates.setdefault(figures.round, RoundAggregate(figures.round, now))
+                    aggregate.reports[peer_id] = figures
+        for number in sorted(self._aggregates):
+            aggregate = self._aggregates[number]
             if 0 < number <= self.round:
-                if number == self.round or book.tokens is None:
-                    book.tokens = self.tokens_total
-                if self._is_final(book, now, at):
-                    self._write(book.point(self.run.num_experts, now))
-                    book.is_written = True
+                if number == self.round or aggregate.tokens is None:
+                    aggregate.tokens = self.tokens_total
+                if self._is_final(aggregate, now, at):
+                    self._write(aggregate.point(self.run.num_experts, now))
+                    aggregate.is_written = True
                 elif self._began_in is not None and number >= self._began_in:
                     break  # rounds appear in their order
         if len(self._points) > MAX_POINTS:
@@ -214,7 +215,7 @@ class Ledger:
                 self._evaluated[name] = clamped(known_median(values))
             self._evaluated["eval_round"] = count(number)
 
-    def _is_final(self, book: RoundBook, now: float, at: float) -> bool:
+    def _is_final(self, aggregate: RoundAggregate, now: float, at: float) -> bool:
         """Returns True if no more reports of a round are to be expected.
 
         If some never come, what is there counts. Of a round from before the first read, a monitor that was there may
@@ -222,26 +223,26 @@ class Ledger:
         then taken to have been killed before they reported it.
         """
         num_present = len(self._participants(at))
-        if book.is_complete(num_present):
+        if aggregate.is_complete(num_present):
             return True
         if self._began_in is None:
             return False
-        if book.number < self._began_in:
-            num_ended = sum(reports[-1].round < book.number for _, reports in self._reports.values())
-            if not book.is_complete(num_present, num_ended):
+        if aggregate.number < self._began_in:
+            num_ended = sum(reports[-1].round < aggregate.number for _, reports in self._reports.values())
+            if not aggregate.is_complete(num_present, num_ended):
                 return False
-        is_old = now - book.first_seen > self.progress_ttl_s
-        return not any(self._may_report(book, peer_id, seen, at, is_old) for peer_id, seen in self._peers.items())
+        is_old = now - aggregate.first_seen > self.progress_ttl_s
+        return not any(self._may_report(aggregate, peer_id, seen, at, is_old) for peer_id, seen in self._peers.items())
 
-    def _may_report(self, book: RoundBook, peer_id: str, seen: _Sighting, at: float, is_old: bool) -> bool:
+    def _may_report(self, aggregate: RoundAggregate, peer_id: str, seen: _Sighting, at: float, is_old: bool) -> bool:
         """Returns True if a present peer may still report a round: it has not got that far, or still evaluates."""
         behind = is_old and self.round - seen.progress.round >= _LATE_ROUNDS
-        if peer_id in book.reports or behind or seen.age_s(at) > self.progress_ttl_s / 2:
+        if peer_id in aggregate.reports or behind or seen.age_s(at) > self.progress_ttl_s / 2:
             return False
-        if not seen.is_active and (seen.progress.state != "leaving" or seen.progress.round < book.number):
+        if not seen.is_active and (seen.progress.state != "leaving" or seen.progress.round < aggregate.number):
             return False
         last = self._reports[peer_id][1][-1].round if peer_id in self._reports else seen.progress.round - 1
-        return last < book.number
+        return last < aggregate.number
 
     def _write(self, point: HistoryPoint) -> None:
         before = self._points.get(point.round)
@@ -289,7 +290,7 @@ class Ledger:
 
     def state(self, now: float, at: float, refused: Mapping[RefusalKind, int], join_command: str | None) -> SwarmState:
         """The state of the run."""
-        votes = {n: book.consensus for n, book in self._books.items()}
+        votes = {n: aggregate.consensus for n, aggregate in self._aggregates.items()}
         peers = tuple(self._peer_state(p, self._peers[p], at, votes) for p in sorted(self._peers))
         next_s, progress = self._next_round(at)
         experts = self._experts()

@@ -158,7 +158,7 @@ class Announcer:
         self._twins.wrote(expires, self.now())
         routing, exclusions = presence.routing, self.run_state.tracks.conduct.exclusions
         # If not all fit, former members come before strangers, and the newest before others.
-        is_member = self.run_state.roster.standing.is_member
+        is_member = self.run_state.roster.reputation.is_member
         proven = sorted(exclusions.culprits, key=is_member)[-MAX_PROVEN:]
         return Progress(
             expires=expires,
@@ -198,7 +198,7 @@ class Announcer:
         reference, doubts = run.reference, run.tracks.conduct.doubts
         return [
             DutyNote(peer=peer_id, since=since, kinds=list(doubts(peer_id, reference.round))[:2])
-            for peer_id, since in islice(run.roster.standing.without_duty.items(), MAX_DUTY_NOTES)
+            for peer_id, since in islice(run.roster.reputation.without_duty.items(), MAX_DUTY_NOTES)
         ]
 
     async def _volunteer(self) -> None:

@@ -108,13 +108,13 @@ class NetworkClient(Port):
 
     def _take(self, notification: Notification) -> None:
         if isinstance(notification, SwarmView):
-            self._take_view(notification)
+            self._install_view(notification)
         elif isinstance(notification, Called):
             self._called_round = max(self._called_round, notification.round)
         else:
             self._on_event(notification)
 
-    def _take_view(self, view: SwarmView) -> None:
+    def _install_view(self, view: SwarmView) -> None:
         with self._lock:
             if self._view is None or view.at >= self._view.at:
                 self._view = view

@@ -67,7 +67,7 @@ class Connectivity:
         links = self._links = Links(
             self.daemon,
             use_relays=self.use_relays,
-            maddrs_of=run.greetings.greet,
+            maddrs_of=run.greeter.greet,
             on_link=lambda peer_id, relayed: self.notify(events.Link(peer=peer_id, relayed=relayed)),
         )
         if self.found.reachable:

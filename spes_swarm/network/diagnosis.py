@@ -59,14 +59,14 @@ def exchange_lines(state: RoundState | None, last_heard: Mapping[int, float]) ->
 
 def roster_lines(roster: Roster) -> Iterator[str]:
     """The other peers with a record, and how much their word counts."""
-    present, voices = ({view.peer_id for view in views} for views in (roster.present(), roster.voices()))
+    present, electorate = ({view.peer_id for view in views} for views in (roster.present(), roster.electorate()))
     for peer_id, view in roster.peers.items():
         said = view.progress
         notes = (
             (said.reachable, "reachable"),
             (peer_id in present, "present"),
-            (roster.standing.has_answered(peer_id), "has answered"),
-            (peer_id in voices, "has a voice"),
+            (roster.reputation.has_answered(peer_id), "has answered"),
+            (peer_id in electorate, "is in the electorate"),
         )
         remarks = ", ".join(note for holds, note in notes if holds)
         seen_s = time.monotonic() - view.seen_at

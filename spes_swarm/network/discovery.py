@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.link.dht_records import Records
 from spes_swarm.network.link.door import Door
-from spes_swarm.network.link.greetings import Greetings
+from spes_swarm.network.link.peer_greeter import PeerGreeter
 from spes_swarm.network.link.wire import FaultSink
 from spes_swarm.network.round.company import Company
 from spes_swarm.network.round.proofs import Proofs
@@ -29,7 +29,7 @@ class Discovery:
 
     run_state: RunState
     door: Door
-    greetings: Greetings
+    greeter: PeerGreeter
     announcer: Announcer
     proofs: Proofs
     on_fault: FaultSink
@@ -59,9 +59,9 @@ class Discovery:
         self.company.note_read()
         self.announcer.learn_swarm_tokens()
         if self.announcer.volunteering is not None:
-            volunteers, has_answered = await read("publishers", Volunteer), self._roster.standing.has_answered
+            volunteers, has_answered = await read("publishers", Volunteer), self._roster.reputation.has_answered
             self._volunteers = {peer: record for peer, record in volunteers.items() if has_answered(peer)}
-        self.greetings.greet_soon(new)
+        self.greeter.greet_soon(new)
 
     async def refresh_quietly(self) -> None:
         """As `refresh`; errors are reported where it is repeated."""
@@ -74,14 +74,14 @@ class Discovery:
         self.run_state.leases.update(await self._records.read("leases", Lease))
 
     async def _report_twin(self) -> None:
-        me, seen = self.run_state.identity.peer_id, await self.greetings.own_endpoints()
-        self.on_fault(me, twin_fault(me, self.greetings.own_maddrs(), seen))
+        me, seen = self.run_state.identity.peer_id, await self.greeter.own_endpoints()
+        self.on_fault(me, twin_fault(me, self.greeter.own_maddrs(), seen))
 
     def view(self) -> SwarmView:
         """What the trainer needs to know about the other peers, by the records as they were read last."""
         roster, own_round, me = self._roster, self.run_state.reference.round, self.run_state.identity.peer_id
         volunteering = self.announcer.volunteering
-        answering, voices = roster.answering(), roster.voices()
+        answering, electorate = roster.answering(), roster.electorate()
         ready = tuple(view.peer_id for view in answering if view.progress.state in ("waiting", "training"))
         dead_votes, reports = roster.dead_votes()
         held = {e for view in answering for e in view.progress.experts} | set(self.run_state.leases.held)
@@ -91,7 +91,7 @@ class Discovery:
             num_training=sum(view.progress.state == "training" for view in answering),
             tokens_per_step=roster.tokens_per_step(self.announcer.tokens_per_step),
             tokens=roster.tokens_since_commit(own_round, self.run_state.run.round.progress_ttl_s),
-            tokens_per_second=sum(view.progress.tokens_per_second for view in voices),
+            tokens_per_second=sum(view.progress.tokens_per_second for view in electorate),
             at=time.monotonic(),
             swarm_round=roster.swarm_round(own_round),
             experts_covered=len(held),
@@ -100,7 +100,7 @@ class Discovery:
             routing_reports=reports,
             dead_votes=dead_votes,
             excluded=self.run_state.tracks.conduct.exclusions.excluded,
-            without_duty=tuple(roster.standing.without_duty),
+            without_duty=tuple(roster.reputation.without_duty),
             out=self.door.why_out(me),
             publishing_periods=periods_to_wait(self._volunteers, volunteering[0], me) if volunteering else 0,
         )

@@ -58,7 +58,7 @@ class RunCommandHandler(RunCommands):
         report = await self.catching_up.download(if_newer, partial, self._listener.notify)
         if report is not None:
             _LOGGER.info("fetched the reference: %s", report)
-            self._state.roster.standing.follow()
+            self._state.roster.reputation.follow()
             self._state.swarm_tokens.missed_commits()
             self._announcer.learn_swarm_tokens()
         return report
@@ -84,12 +84,12 @@ class RunCommandHandler(RunCommands):
     async def peer_maddrs(self) -> list[str]:
         """See RunCommands."""
         peers = [view.peer_id for view in self._state.roster.answering()]
-        return self.discovery.greetings.known_peers.of(peers)
+        return self.discovery.greeter.known_peers.of(peers)
 
     async def view(self) -> SwarmView:
         """See RunCommands."""
         await self.discovery.refresh()
-        await self.discovery.greetings.first_answers()  # or a peer that leaves could take itself for the only one
+        await self.discovery.greeter.first_answers()  # or a peer that leaves could take itself for the only one
         return self.discovery.view()
 
     async def count_tokens(self) -> TokenCounts:
@@ -127,7 +127,7 @@ class RunCommandHandler(RunCommands):
         while quiet < 2 and changes < _MAX_CHANGES:
             await asyncio.sleep(REFRESH_S)
             await self.discovery.refresh_leases()
-            if leases.settle():
+            if leases.resolve():
                 quiet += 1
             else:
                 quiet, changes = 0, changes + 1
@@ -150,8 +150,8 @@ class RunCommandHandler(RunCommands):
             outcome: RoundReport | CaughtUp | None = await self._catch_up()
             if outcome is None:
                 target = self._state.target_round()
-                outcome = await self.rounds.hold(target, tokens, routed, leaving, loss_rose)
-            self.door.members.settle({self._state.identity.peer_id, *self.door.voices()})
+                outcome = await self.rounds.run(target, tokens, routed, leaving, loss_rose)
+            self.door.members.resolve({self._state.identity.peer_id, *self.door.electorate()})
             self._listener.notify(self.discovery.view())  # the trainer's is from before the commit
             return outcome
         except (RoundError, TransferError) as exc:
@@ -179,11 +179,11 @@ class RunCommandHandler(RunCommands):
         if caught_up is not None:
             if caught_up.complete:
                 self._state.lineage = Lineage({})  # no block of its old lineage is left, as for a newcomer
-                self._state.roster.standing.follow()
+                self._state.roster.reputation.follow()
             self._state.swarm_tokens.missed_commits()
             self._state.ahead = 0
             self.rounds.rendezvous.reset()
-            self._state.roster.standing.without_duty = {}  # as of a group that others have left behind
+            self._state.roster.reputation.without_duty = {}  # as of a group that others have left behind
         return caught_up
 
     async def cancel_round(self) -> None:

@@ -14,8 +14,8 @@ from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.diagnosis import roster_lines
 from spes_swarm.network.discovery import REFRESH_S, Discovery
 from spes_swarm.network.link.dht_records import Records, RunRecordValidator
-from spes_swarm.network.link.greetings import Greetings
 from spes_swarm.network.link.known_peers import KnownPeers
+from spes_swarm.network.link.peer_greeter import PeerGreeter
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_dht import RunDht
 from spes_swarm.network.link.wire import Guests
@@ -34,7 +34,7 @@ from spes_swarm.network.transport.daemon import Daemon
 from spes_swarm.port.commands import Called, Listener
 from spes_swarm.port.messages import RunSettings
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.members.reputation import Neighbour
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -55,8 +55,8 @@ class RunServices:
         guests = Guests(admits=door.admits, is_member=state.is_member)
         proofs = Proofs(transport, state, on_fault, guests, announcer.announce_soon, door.members.inviter)
         known_peers = KnownPeers(settings.initial_peers)
-        self.greetings = Greetings(rpc, state.roster, known_peers, self._own_maddrs, daemon.connections)
-        discovery = self._discovery = Discovery(state, door, self.greetings, announcer, proofs, on_fault)
+        self.greeter = PeerGreeter(rpc, state.roster, known_peers, self._own_maddrs, daemon.connections)
+        discovery = self._discovery = Discovery(state, door, self.greeter, announcer, proofs, on_fault)
         exchange = Exchange(transport, rpc, state.run_id, ExchangeLimits.of(run.round), on_fault, guests)
         audits = Audits(transport, state, on_fault, guests, lambda: exchange.current, proofs)
         stall_s, upload_mbps = run.round.stall_timeout_s, settings.upload_mbps
@@ -78,10 +78,10 @@ class RunServices:
         """Connects what exists before the services that it needs: the door, and the calls, which outlive a run."""
         state, door = self.state, self._dht.door
         door.present = lambda: [view.peer_id for view in state.roster.present()]
-        door.voices = lambda: list(filter(state.roster.standing.is_member, door.present()))
+        door.electorate = lambda: list(filter(state.roster.reputation.is_member, door.present()))
         door.on_refusal = proofs.ask_about_me
         rpc.admission, rpc.is_member = state.settings.admission, state.is_member
-        rpc.on_contact = lambda peer: state.roster.standing.note_answer(peer) if door.admits(peer) else None
+        rpc.on_contact = lambda peer: state.roster.reputation.note_answer(peer) if door.admits(peer) else None
 
     async def start(self) -> None:
         """Synchronises the clock with the swarm, joins the DHT and registers the services."""
@@ -98,7 +98,7 @@ class RunServices:
         self.announcer.open(records)
         self._discovery.open(records)
         await self._dht.serve()
-        await self.greetings.start()
+        await self.greeter.start()
         await self._token_count.start()
         await self._rounds.exchange.start()
         await self._rounds.transfer.start()
@@ -133,8 +133,8 @@ class RunServices:
 
     def _is_known(self, peer_id: str) -> bool:
         """Returns True if this peer has been in contact with another one, so that a process is behind its records."""
-        me, standing = self.state.identity.peer_id, self.state.roster.standing
-        return peer_id == me or standing.has_answered(peer_id) or self._dht.has_met(peer_id)
+        me, reputation = self.state.identity.peer_id, self.state.roster.reputation
+        return peer_id == me or reputation.has_answered(peer_id) or self._dht.has_met(peer_id)
 
     # What is repeated while the run is open.
 
@@ -164,17 +164,17 @@ class RunServices:
             self._listener.notify(self._discovery.view())
 
     async def _keep_time(self) -> None:
-        if await self._dht.check_time(self._clock_voices) > 0:
+        if await self._dht.check_time(self._clock_electorate) > 0:
             self.announcer.announce_soon()  # to peers that were ahead, this peer's records had expired
 
-    def _clock_voices(self, connected: set[str]) -> Collection[str]:
+    def _clock_electorate(self, connected: set[str]) -> Collection[str]:
         # Includes peers that are merely connected: to a peer whose clock is ahead, the others' records have expired.
         peers = {*self._dht.door.present(), *connected}
-        return self.state.roster.standing.clock_voices(peers, time.monotonic())
+        return self.state.roster.reputation.clock_electorate(peers, time.monotonic())
 
     async def _reunite(self) -> None:
         live = {self.state.identity.peer_id, *self._dht.door.present()}
-        await self.greetings.known_peers.reunite(live, self._daemon, self._dht.node)
+        await self.greeter.known_peers.reunite(live, self._daemon, self._dht.node)
 
     # Reachability; see connectivity.py.
 

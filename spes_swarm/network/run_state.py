@@ -19,8 +19,8 @@ from spes_swarm.protocol.averaging.commitments import SigningKey
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.members.identity import Identity
+from spes_swarm.protocol.members.reputation import Reputation
 from spes_swarm.protocol.members.roster import Roster
-from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.members.swarm_tokens import SwarmTokens
 from spes_swarm.protocol.ownership.lease_table import Leases
 from spes_swarm.protocol.ownership.reassignment import Rules
@@ -58,7 +58,7 @@ class RunState:
         rotate_every, expert_every = run.ownership.rotate_every_rounds, run.round.expert_every
         rules = Rules(run.ownership.replicas, rotate_every, run.most_experts, expert_every)
         values_N = attach_from(settings.trainer_pid, settings.reference_fd, layout.num_elements)
-        standing, previous = Standing(initial_peers), Previous()
+        reputation, previous = Reputation(initial_peers), Previous()
         if settings.previous_fd is not None:
             both_N = attach_from(settings.trainer_pid, settings.previous_fd, 2 * layout.num_elements)
             previous = Previous(both_N[: layout.num_elements], both_N[layout.num_elements :])
@@ -71,15 +71,15 @@ class RunState:
             reference=Reference(layout, values_N),
             contribution_N=attach_from(settings.trainer_pid, settings.contribution_fd, layout.num_elements),
             previous=previous,
-            roster=Roster(me, run.round.progress_ttl_s, standing, admits=admits),
-            leases=Leases(me, layout.num_experts, rules, run.round.lease_s, standing),
+            roster=Roster(me, run.round.progress_ttl_s, reputation, admits=admits),
+            leases=Leases(me, layout.num_experts, rules, run.round.lease_s, reputation),
             reachable=not settings.client_mode,
             tracks=tracks,
         )
 
     def is_member(self, peer_id: str) -> bool:
         """Returns True if slots and upload are reserved for a peer, if only for the exchange that it takes part in."""
-        return peer_id in self.group or self.roster.standing.reserves_for(peer_id)
+        return peer_id in self.group or self.roster.reputation.reserves_for(peer_id)
 
     def target_round(self) -> int:
         """Returns the round that this peer wants to commit next."""

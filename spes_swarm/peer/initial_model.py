@@ -33,7 +33,7 @@ from spes_swarm.model.initial_weights import (
 )
 from spes_swarm.model.saved_tensors import saved_tensors
 from spes_swarm.model.sparse_model import build_model, layout_of
-from spes_swarm.publishing.client import hub_api, patiently, translate_hub_errors
+from spes_swarm.publishing.client import hub_api, translate_hub_errors, with_retries
 from spes_swarm.publishing.target import Location, parse_model
 
 # What describes a model on the Hub; anything else, code above all, stays there.
@@ -193,7 +193,7 @@ class _Repository:
         api, label = hub_api(), location.repo_id
         try:
             with translate_hub_errors(label):
-                info = patiently(lambda: api.model_info(label, revision=location.revision))
+                info = with_retries(lambda: api.model_info(label, revision=location.revision))
         except HubError as exc:
             raise HubError(f"{exc}; nor is {label} a directory here") from exc
         return cls(label, str(info.sha), frozenset(file.rfilename for file in info.siblings or ()))
@@ -205,7 +205,7 @@ class _Repository:
             for name in names:
                 if name not in self.files:
                     raise CheckpointError(f"{self.repo_id}: {name} is missing at commit {self.commit[:7]}")
-                path = patiently(partial(download, self.repo_id, name, revision=self.commit))
+                path = with_retries(partial(download, self.repo_id, name, revision=self.commit))
             # The session that follows forks, and a child must not share an open connection.
             close_session()
         return Path(path).parent

@@ -157,7 +157,7 @@ class PeerData:
             )
             for term, described in zip(terms, of_run, strict=True)
         )
-        self._tell_python_version(of_run)
+        self._report_python_version(of_run)
         data = LocalData(source, parts, differs=False)
         if _same(run, data.described):
             return data
@@ -170,7 +170,7 @@ class PeerData:
     def _refusal(self, run: DataConfig, here: DataConfig, member: Membership | None = None) -> DataError:
         hint = ""
         if run.kind == "corpus" and member is not None and not member.is_indexed:
-            hint = " (if these are shards of it, put its corpus.json beside them)"
+            hint = " (if these are shards of it, put its corpus.json next to them)"
         copy = "leave out --data" if source_of(run) is not None else "give --data PATH with the path of your copy"
         whose = "the run"
         if self.peer.data is None:  # they were the run's, but have changed
@@ -183,7 +183,7 @@ class PeerData:
             "pass --data-differs if this is intended"
         )
 
-    def _tell_python_version(self, of_run: list[DataConfig]) -> None:
+    def _report_python_version(self, of_run: list[DataConfig]) -> None:
         here = platform.python_version()
         for described in of_run:
             if described.kind == "stdlib" and described.python_version not in (None, here):

@@ -53,7 +53,7 @@ class SwarmView:
     num_peers: int  # other peers with a live record that answer calls
     num_ready: int  # of those, how many have a reference and train or wait for others
     num_training: int  # of those, how many train
-    # From voices alone, up to swarm_round; see protocol/members/standing.py.
+    # From the electorate alone, up to swarm_round; see protocol/members/reputation.py.
     tokens_per_step: int  # sum over the peers that train
     tokens: float  # estimate of what they have processed since the last commit, at `at`
     tokens_per_second: float  # their total speed
@@ -61,10 +61,10 @@ class SwarmView:
     swarm_round: int
     experts_covered: int
     ready: tuple[str, ...] = ()  # the peers counted in num_ready
-    data: tuple[int, ...] = ()  # the furthest position of a voice in each data set that the peers divide
+    data: tuple[int, ...] = ()  # the furthest position of the electorate in each data set that the peers divide
     # How many periods a round is overdue before this peer publishes it; see protocol/members/election.py.
     publishing_periods: int = 0
-    # How many voices have judged their experts, and how many of them call each dead; see members/routing_report.py.
+    # How many of the electorate have judged their experts, and how many call each dead; see members/routing_report.py.
     routing_reports: int = 0
     dead_votes: Mapping[int, int] = field(default_factory=dict)
     # Peers against which this peer has proofs, and those that most of its last group doubt.

@@ -72,7 +72,7 @@ class Publishing:
         self.network.submit(Commands.volunteer, target=self._digest if stands else None, publishing=publishing)
 
     def consider(self, round_number: int, save: Callable[[], Future[Written]]) -> None:
-        """Calls `save` if a publication is due and it is this peer's turn; `look` starts it once the checkpoint has
+        """Calls `save` if a publication is due and it is this peer's turn; `poll` starts it once the checkpoint has
         been written.
 
         A peer that is not first in line waits until a round is overdue. It then publishes its newest round, unless
@@ -88,7 +88,7 @@ class Publishing:
         if due <= max(self._published, 0):
             return
         self._saving = due, save()
-        self.look()
+        self.poll()
 
     def _start(self, due: int) -> None:
         try:
@@ -120,7 +120,7 @@ class Publishing:
             preexec_fn=lambda: die_with_parent(parent),
         )
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Starts a publication whose checkpoint has been written, and handles one that has ended; cheap to call while
         neither is the case.
         """
@@ -177,7 +177,7 @@ class Publishing:
         started = time.monotonic()
         deadline = started + timeout_s
         while time.monotonic() < deadline and not stop.is_set():
-            self.look()
+            self.poll()
             if self._process is None:
                 if self._published >= round_number:
                     return
@@ -193,7 +193,7 @@ class Publishing:
         """
         self._leaving = True
         if wait_s > 0:
-            self.look()  # the last checkpoint may have been one to publish
+            self.poll()  # the last checkpoint may have been one to publish
         if self._process is None:
             return
         deadline = time.monotonic() + wait_s
@@ -206,7 +206,7 @@ class Publishing:
             self._process.wait()
             self._last_lines()  # closes the output
             self._process = None  # not a failure
-        self.look()
+        self.poll()
 
 
 def _ending(code: int) -> str:

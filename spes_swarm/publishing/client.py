@@ -122,7 +122,7 @@ def hub_api(timeout: httpx.Timeout | None = None) -> HfApi:
     return HfApi(endpoint=endpoint, library_name="spes_swarm")
 
 
-def patiently(call: Callable[[], T], attempts: int = ATTEMPTS) -> T:
+def with_retries(call: Callable[[], T], attempts: int = ATTEMPTS) -> T:
     """Retries an idempotent call while the Hub is busy or the connection fails.
 
     Raises:

@@ -49,10 +49,10 @@ def publish(options: argparse.Namespace) -> tuple[Published, list[int]]:
     return published, target.prune(options.keep) if options.keep else []
 
 
-def open_target(text: str, *, private: bool = False, patient: bool = True) -> Target:
+def open_target(text: str, *, private: bool = False, retries: bool = True) -> Target:
     """Returns the target that `--to` names (USER/REPO or file:DIRECTORY); contacts no server.
 
-    A repository that has to be created is `private` if so wanted. Without `patient`, its calls fail soon.
+    A repository that has to be created is `private` if so wanted. Without `retries`, its calls fail soon.
 
     Raises:
         ConfigError: `text` is malformed.
@@ -61,7 +61,7 @@ def open_target(text: str, *, private: bool = False, patient: bool = True) -> Ta
     if location.path is not None:
         return DirectoryTarget(location.path)
     assert location.repo_id is not None
-    return RepositoryTarget(location.repo_id, private=private, patient=patient)
+    return RepositoryTarget(location.repo_id, private=private, retries=retries)
 
 
 def check_target(text: str, run_id: str) -> str | None:
@@ -71,7 +71,7 @@ def check_target(text: str, run_id: str) -> str | None:
         HubError: publishing is not allowed.
         PublicationError: the target belongs to another run, or its publication is invalid.
     """
-    target = open_target(text, patient=False)
+    target = open_target(text, retries=False)
     try:
         target.check_rights()
         current = target.newest()

@@ -35,11 +35,11 @@ from spes_swarm.publishing.client import (
     TIMEOUT,
     TRAFFIC,
     hub_api,
-    patiently,
     root_of,
     translate_hub_errors,
     uses_xet,
     wait_or_raise,
+    with_retries,
 )
 from spes_swarm.publishing.publication import (
     MAX_PUBLICATION_BYTES,
@@ -60,19 +60,19 @@ _UPLOAD_THREADS = 2
 class RepositoryTarget:
     """A model repository; see `Target`. The library provides the token: HF_TOKEN, or `hf auth login`."""
 
-    def __init__(self, repo_id: str, *, private: bool = False, patient: bool = True) -> None:
-        """With `patient` False, the Hub is asked once, and has ten seconds to answer."""
+    def __init__(self, repo_id: str, *, private: bool = False, retries: bool = True) -> None:
+        """With `retries` False, the Hub is asked once, and has ten seconds to answer."""
         self.label = repo_id
         self._private = private
-        self._api = hub_api(None if patient else QUICK)
-        self._attempts = ATTEMPTS if patient else 1
+        self._api = hub_api(None if retries else QUICK)
+        self._attempts = ATTEMPTS if retries else 1
 
     def check_rights(self) -> None:
         """See `Target`."""
         with translate_hub_errors(self.label):
-            user = patiently(lambda: self._api.whoami(cache=True), self._attempts)
-            if patiently(self._head, self._attempts) is not None:
-                patiently(lambda: self._api.auth_check(self.label, write=True), self._attempts)
+            user = with_retries(lambda: self._api.whoami(cache=True), self._attempts)
+            if with_retries(self._head, self._attempts) is not None:
+                with_retries(lambda: self._api.auth_check(self.label, write=True), self._attempts)
                 return
         if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
             raise HubError(f"{self.label} does not exist, and this token can only read; use one with write access")
@@ -83,7 +83,7 @@ class RepositoryTarget:
     def newest(self) -> Publication | None:
         """See `Target`."""
         with translate_hub_errors(self.label):
-            head = patiently(self._head, self._attempts)
+            head = with_retries(self._head, self._attempts)
             return None if head is None else _publication_at(self._api, self.label, head)
 
     def publish(self, export: Path, publication: Publication, tag: str | None = None) -> Published:
@@ -126,7 +126,7 @@ class RepositoryTarget:
     def _tags(self) -> dict[str, str]:
         """Returns all tags with their commits; none if there is no repository."""
         try:
-            refs = patiently(lambda: self._api.list_repo_refs(self.label))
+            refs = with_retries(lambda: self._api.list_repo_refs(self.label))
         except RepositoryNotFoundError:
             return {}
         return {tag.name: tag.target_commit for tag in refs.tags}
@@ -134,8 +134,8 @@ class RepositoryTarget:
     # Writing.
 
     def _create(self) -> None:
-        if patiently(self._head) is None:
-            patiently(lambda: self._api.create_repo(self.label, private=self._private or None, exist_ok=True))
+        if with_retries(self._head) is None:
+            with_retries(lambda: self._api.create_repo(self.label, private=self._private or None, exist_ok=True))
 
     def _commit(
         self, export: Path, publication: Publication, tag: str | None, tags: dict[str, str]
@@ -143,7 +143,7 @@ class RepositoryTarget:
         """Makes the publication the head of `main`; returns the commit, and True if it was there before."""
         tokens = f", {publication.tokens:,} tokens" if publication.tokens is not None else ""
         for attempt in range(ATTEMPTS):
-            head = patiently(self._head)
+            head = with_retries(self._head)
             if head is None:
                 raise HubError(f"{self.label} has been removed")
             current = _publication_at(self._api, self.label, head)
@@ -175,7 +175,7 @@ class RepositoryTarget:
             return
         if name in tags:
             self._untag(name)
-        patiently(lambda: self._api.create_tag(self.label, tag=name, revision=commit, exist_ok=True))
+        with_retries(lambda: self._api.create_tag(self.label, tag=name, revision=commit, exist_ok=True))
         tags[name] = commit
 
     def _untag(self, name: str) -> None:
@@ -183,7 +183,7 @@ class RepositoryTarget:
             with suppress(RevisionNotFoundError):  # an earlier attempt succeeded, and its response was lost
                 self._api.delete_tag(self.label, tag=name)
 
-        patiently(remove)
+        with_retries(remove)
 
 
 def _is_conflict(exc: Exception) -> bool:
@@ -219,12 +219,12 @@ class RepositoryFiles:
         self.label = repo_id
         self._api = hub_api()
         with translate_hub_errors(repo_id):
-            self.revision = str(patiently(lambda: self._api.repo_info(repo_id, revision=revision or MAIN)).sha)
+            self.revision = str(with_retries(lambda: self._api.repo_info(repo_id, revision=revision or MAIN)).sha)
 
     def publication(self) -> Publication:
         """Returns the verified publication manifest."""
         with translate_hub_errors(self.label):
-            publication = patiently(lambda: _publication_at(self._api, self.label, self.revision))
+            publication = with_retries(lambda: _publication_at(self._api, self.label, self.revision))
         if publication is None:
             raise PublicationError(
                 f"{self.label} has no {PUBLICATION_FILE} at this revision: spes_swarm did not write it"
@@ -239,14 +239,14 @@ class RepositoryFiles:
         """
         with translate_hub_errors(self.label):
             if self._cached(file) is None:
-                found_bytes = patiently(lambda: self._size_of(file.name))
+                found_bytes = with_retries(lambda: self._size_of(file.name))
                 if found_bytes is not None and found_bytes != file.size:
                     raise PublicationError(
                         f"{self.label}: {file.name} has {found_bytes:,} bytes, but {file.size:,} were published"
                     )
             for again in (False, True):
                 # The cache contains links, created by the library.
-                path = Path(patiently(lambda again=again: self._download(file.name, again))).resolve()  # type: ignore[misc]
+                path = Path(with_retries(lambda again=again: self._download(file.name, again))).resolve()  # type: ignore[misc]
                 found = describe_file(path)
                 if (found.size, found.sha256) == (file.size, file.sha256):
                     return path
@@ -258,7 +258,7 @@ class RepositoryFiles:
         with translate_hub_errors(self.label):
             if cached is not None:
                 return read_part(cached, file, begin, end)
-            data = patiently(lambda: self._range(file.name, begin, end))
+            data = with_retries(lambda: self._range(file.name, begin, end))
             return data if data is not None else read_part(self.fetch(file), file, begin, end)
 
     def _cached(self, file: PublishedFile) -> Path | None:

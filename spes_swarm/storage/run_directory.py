@@ -34,10 +34,10 @@ _PATIENCE_S, _POLL_S = 5.0, 0.05
 _LEAST_FREE_BYTES = 32 << 10  # what a start writes before the run is known
 
 
-def lock_file(path: Path, what: str, advice: str, patience_s: float = 0.0) -> int:
+def lock_file(path: Path, what: str, advice: str, timeout_s: float = 0.0) -> int:
     """Locks a file for as long as this process and those forked from it live; returns the file descriptor.
 
-    Tries again for `patience_s` seconds while another process has it.
+    Tries again for `timeout_s` seconds while another process has it.
 
     Raises:
         UserError: another process has locked it; the message says `what` is in use, with `advice`.
@@ -45,15 +45,15 @@ def lock_file(path: Path, what: str, advice: str, patience_s: float = 0.0) -> in
     with os_errors_as(UserError, what):
         lock = os.open(path, os.O_RDONLY)
     try:
-        _retry(lambda: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB), what, advice, patience_s)
+        _retry(lambda: fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB), what, advice, timeout_s)
     except UserError:
         os.close(lock)
         raise
     return lock
 
 
-def _retry(take: Callable[[], object], what: str, advice: str, patience_s: float) -> None:
-    deadline = time.monotonic() + patience_s
+def _retry(take: Callable[[], object], what: str, advice: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             take()
@@ -274,8 +274,8 @@ class RunDirectory:
     def _lock(self) -> Path:
         return self.path / ".lock"
 
-    def _take_lock(self, patience_s: float = 0.0) -> int:
-        return lock_file(self._lock, f"output directory {self.path}", "give this peer another --output-dir", patience_s)
+    def _take_lock(self, timeout_s: float = 0.0) -> int:
+        return lock_file(self._lock, f"output directory {self.path}", "give this peer another --output-dir", timeout_s)
 
     def prepare(self) -> int:
         """Creates the directory and locks it for this process; returns the lock's file descriptor.

@@ -67,9 +67,9 @@ class Learner:
         layout, held, late = model.layout, model.held, table.round > meta.round
         self.round, self.step = table.round, meta.step
         # The saved optimiser state is that of the experts held then; those that are held again keep their moments.
-        model.hold(meta.held, self.optimiser)
+        model.set_held(meta.held, self.optimiser)
         load_optimiser_arrays(self.optimiser, dict(model.trainable_parameters()), checkpoint.optimiser())
-        model.hold(held, self.optimiser)
+        model.set_held(held, self.optimiser)
         # Only now: an expert that was not held then may have been rounded.
         live.reset_to_reference()
         if not late:  # the saved blocks, written below, are merged already
@@ -130,7 +130,7 @@ class Learner:
 
     def change_experts(self, change: ExpertChange) -> None:
         """Gives up and adopts experts, as a commit has decided."""
-        self.model.hold(change.held, self.optimiser)
+        self.model.set_held(change.held, self.optimiser)
         changed = [*change.gained, *change.lost]
         self.live.reset_to_reference(self.model.layout.expert_block(expert).index for expert in changed)
         self.work.forget_experts(changed)

@@ -1,4 +1,4 @@
-"""Handles failed allocations, unreadable data and lost ranks: the peer leaves the swarm in order and says why."""
+"""Handles failed allocations, unreadable data and lost ranks: the peer leaves the swarm gracefully and says why."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class CheckpointSaver:
         """Starts a checkpoint if one is due, and none is being written.
 
         Raises:
-            CheckpointError: as `look`.
+            CheckpointError: as `poll`.
             NetworkProcessError: the network process does not answer.
         """
         if time.monotonic() >= self._due_at:
@@ -77,10 +77,10 @@ class CheckpointSaver:
         unless every round is wanted: then training waits for it first.
 
         Raises:
-            CheckpointError: as `look`.
+            CheckpointError: as `poll`.
             NetworkProcessError: the network process does not answer.
         """
-        self.look()
+        self.poll()
         if self._write is not None and (self._interval_s > 0 or self._write.at == self._now()):
             return self._write.future
         self._finish()
@@ -129,7 +129,7 @@ class CheckpointSaver:
         event.wait()
         self._pause_s += time.monotonic() - started
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Handles a checkpoint that has been written; cheap to call while none has.
 
         Raises:

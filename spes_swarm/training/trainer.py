@@ -62,7 +62,7 @@ class Trainer:
         """Prepares training for a peer that others see under its nickname, which may be empty.
 
         It leaves when `stop` is set or it has taken part in `max_rounds` commits. `evaluation` are held-out batches (B,
-        S). `profile_steps` steps are recorded for trace.json.gz, beside the checkpoints.
+        S). `profile_steps` steps are recorded for trace.json.gz, next to the checkpoints.
         """
         device = compute.device
         learner = Learner(run, compute)
@@ -110,20 +110,20 @@ class Trainer:
         """Trains until `stop` is set, `max_rounds` are done or the run is over; saves a checkpoint at the end.
 
         Raises:
-            CapacityError: a step did not fit into memory; the peer has left the swarm in order.
-            DataError: the data could not be read; the peer has left the swarm in order.
+            CapacityError: a step did not fit into memory; the peer has left the swarm gracefully.
+            DataError: the data could not be read; the peer has left the swarm gracefully.
             CheckpointError: a checkpoint could not be written.
             DivergenceError: the loss is still NaN or infinite after several restarts.
             NetworkProcessError: the network process ended.
-            RankError: another rank of this peer has ended; the peer has left the swarm in order.
+            RankError: another rank of this peer has ended; the peer has left the swarm gracefully.
         """
-        self._commits.tell_schedule_end()
+        self._commits.announce_schedule_end()
         self._announce("training")
         while not self._stop.is_set() and not self._commits.finished:
             if not self._rounds.advance():
                 with self._step_memory.guard(self._learner.optimiser), self._round_events.step():
                     self._train_step()
-                self._look()
+                self._poll_background()
         if isinstance(self._rounds.state, UnderWay):
             self._rounds.wait()
         self._leaving.hand_over()
@@ -139,12 +139,12 @@ class Trainer:
             self._rounds.restart()
         self._announce("training")
 
-    def _look(self) -> None:
+    def _poll_background(self) -> None:
         """Handles what has been written in the background."""
         self._saver.before_step()
-        self._saver.look()
+        self._saver.poll()
         if self._publishing is not None:
-            self._publishing.look()
+            self._publishing.poll()
         self._round_events.write_if_known()
 
     def _announce(self, state: State) -> None:

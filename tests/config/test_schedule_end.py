@@ -70,7 +70,7 @@ def test_whose_last_round_failed_fetches_it_from_those_who_wait(others: list[tup
     roster, leases = Roster("me"), Leases("me", 2, Rules())
     roster.update({f"peer{i}": peer_at(*other) for i, other in enumerate(others)})
     for peer in roster.peers:
-        roster.standing.note_answer(peer)
+        roster.reputation.note_answer(peer)
     leases.held = (1,)
 
     class Donors:

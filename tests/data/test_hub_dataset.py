@@ -75,7 +75,7 @@ def test_broken_connections_lose_no_examples(tmp_path: Path, hub: HubServer, fau
     hub.fail_next(match=".jsonl", times=2, **fault)  # type: ignore[arg-type]
     prepare = Preparing(ByteTokenizer(), is_chat=False, name="verses", say=print)
     sampler = StreamSampler(
-        dataset, prepare, sequence_length=16, run_seed=0, peer_id="a", holdout_fraction=0.0, patience_s=60.0
+        dataset, prepare, sequence_length=16, run_seed=0, peer_id="a", holdout_fraction=0.0, timeout_s=60.0
     )
     try:
         read = "".join(ByteTokenizer().decode(sampler.next_batch(1)[0]) for _ in range(200))

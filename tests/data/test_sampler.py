@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spes_swarm.base.errors import DataError
-from spes_swarm.data.dealing import MAX_POSITION, Permutation
+from spes_swarm.data.partition import MAX_POSITION, Permutation
 from spes_swarm.data.sampler import Sampler, Split, TokenStream
 from spes_swarm.data.token_file import TokenFile
 from spes_swarm.data.tokenizer import train_bpe

@@ -366,7 +366,7 @@ def test_conversations_have_a_loss_on_answers_only(tmp_path: Path, samplers: lis
     everything = [token if token >= 0 else -1 - token for token in arrays[0].tolist()]
     assert "not this" not in tokenizer.decode(everything)
     peer = StreamSampler(
-        found, prepare, sequence_length=8, run_seed=0, peer_id="a", holdout_fraction=0.0, patience_s=60.0
+        found, prepare, sequence_length=8, run_seed=0, peer_id="a", holdout_fraction=0.0, timeout_s=60.0
     )
     samplers.append(peer)
     batch = peer.next_batch(20)
@@ -409,7 +409,7 @@ def test_a_failure_that_lasts_ends_in_one_line_and_loses_nothing(
     few_units: StreamedDataset, samplers: list[StreamSampler]
 ) -> None:
     failing = Failing(few_units, TimeoutError("no route"), after=20, times=10**9)
-    peer = sampler(failing, samplers, patience_s=0.3)
+    peer = sampler(failing, samplers, timeout_s=0.3)
     with pytest.raises(DataError, match=r"could not be read for 0 seconds \(no route\): the same command resumes"):
         numbers_in(peer, 100_000)
     lost = peer.state()

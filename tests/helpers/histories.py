@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spes_swarm.config.file import load_config
 from spes_swarm.config.manifest import Manifest, found_run
-from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.aggregates import Known
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.state import Fault, SwarmState
 from tests.helpers.monitoring import START, peer_id, points, troubled_state

@@ -61,12 +61,12 @@ class LyingRounds(SyncRounds):
         self._moved_N: FloatArray = np.zeros_like(self.run_state.reference.values_N)  # by the last commit
         self._rng = np.random.default_rng(0)
 
-    async def hold(
+    async def run(
         self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None = None
     ) -> RoundReport:
-        """Like `SyncRounds.hold`, with lies in place of the contribution, which the audits see, too."""
+        """Like `SyncRounds.run`, with lies in place of the contribution, which the audits see, too."""
         if self.kind in _ABOUT_OTHERS:
-            return await super().hold(target_round, tokens, routed, leaving, self.kind == "verdicts" or loss_rose)
+            return await super().run(target_round, tokens, routed, leaving, self.kind == "verdicts" or loss_rose)
         reference, contribution_N = self.run_state.reference, self.run_state.contribution_N
         if self.kind == "idle":
             tokens, routed = _CLAIMED * tokens, tuple(_CLAIMED * count for count in routed)
@@ -76,7 +76,7 @@ class LyingRounds(SyncRounds):
             contribution_N[block.where] = before_N[block.where] + self._in_place_of(work_N, block)
         changed: tuple[int, ...] = ()
         try:
-            report = await super().hold(target_round, tokens, routed, leaving, loss_rose)
+            report = await super().run(target_round, tokens, routed, leaving, loss_rose)
             changed = report.commit.changed_blocks
             self._moved_N = reference.values_N - before_N
             return report

@@ -12,7 +12,7 @@ from spes_swarm.network.link.rpc import RemoteError
 from spes_swarm.network.round.rendezvous import Rendezvous
 from spes_swarm.protocol.meeting.view import rank
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.members.reputation import Neighbour
 from spes_swarm.protocol.rounds.statement import Group, Statement
 from tests.helpers.rounds import RUN_ID, certified, identities, sign_statement
 from tests.helpers.virtual_time import at, run_at_once
@@ -95,7 +95,7 @@ class FakeRoster:
     def __init__(self, others: list[Neighbour], defers: Callable[[], bool]) -> None:
         self._others = others
         self._defers = defers
-        self.standing = SimpleNamespace(without_duty=frozenset(), leaves_out=lambda peer_id: False)
+        self.reputation = SimpleNamespace(without_duty=frozenset(), leaves_out=lambda peer_id: False)
 
     def neighbours(self, window_s: float) -> list[Neighbour]:
         del window_s
@@ -141,12 +141,12 @@ class Meeting:
         target_round: Callable[[], int] = lambda: 1,
         defers: Callable[[], bool] = lambda: False,
         on_called: Callable[[int], None] | None = None,
-        voices: str | None = None,
+        electorate: str | None = None,
         alone: bool = False,
     ) -> Rendezvous:
-        """`voices`: the names of those whose claims count; None: all. `alone`: it knows no other peer."""
+        """`electorate`: the names of those whose claims count; None: all. `alone`: it knows no other peer."""
         others = self.known[who.peer_id] = [
-            Neighbour(other.peer_id, True, has_voice=voices is None or name in voices)
+            Neighbour(other.peer_id, True, in_electorate=electorate is None or name in electorate)
             for name, other in self.identity.items()
             if other is not who and not alone
         ]

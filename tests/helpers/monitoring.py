@@ -111,7 +111,7 @@ class Watched:
         A peer without a record of rounds has reported the round of its progress, if that has a training loss.
         """
         rounds = {peer: reported_by(record) for peer, record in records.items() if _is_measured(record)} | dict(rounds)
-        self.ledger.take(self.now, 500.0 + self.passed_s, records, leases, rounds)
+        self.ledger.update(self.now, 500.0 + self.passed_s, records, leases, rounds)
         return self.state()
 
     def state(self) -> SwarmState:

@@ -137,7 +137,7 @@ def test_holding_others_changes_neither_values_nor_the_function(
     module = sparse(original, before)
     batch = routed_batch(9)
     expected = module(*batch).detach()
-    module.hold(after)
+    module.set_held(after)
     assert module.held == tuple(sorted(after))
     assert module.gate_up_proj.shape[0] == len(after)
     assert module.fetch().matrices("gate_up_proj", torch.float32, slice(None)).shape[0] == NUM_EXPERTS - len(after)
@@ -150,7 +150,7 @@ def test_holding_others_changes_neither_values_nor_the_function(
 def test_holding_the_same_keeps_parameters_and_gradients() -> None:
     module = sparse(original_experts(), (3, 1))
     parameter = module.gate_up_proj
-    module.hold([1, 3])
+    module.set_held([1, 3])
     assert module.gate_up_proj is parameter
 
 
@@ -160,7 +160,7 @@ def test_impossible_holdings_are_refused_and_change_nothing(held: tuple[int, ...
         sparse(original_experts(), held)
     module = sparse(original_experts(), (2,))
     with pytest.raises(ConfigError, match="0 to 4"):
-        module.hold(held)
+        module.set_held(held)
     assert module.held == (2,)
 
 
@@ -173,7 +173,7 @@ def test_bf16_foreign_experts_take_half_the_memory_and_compute_what_autocast_com
     batch = routed_batch(9)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(exact(*batch), rounded(*batch))
-    rounded.hold((1, 2))
+    rounded.set_held((1, 2))
     assert rounded.down_proj.dtype == torch.float32
     assert sum(buffer.nbytes for buffer in rounded.foreign.buffers()) == sizes[1] * 3 // 4
 

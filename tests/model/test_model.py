@@ -300,7 +300,7 @@ def test_one_slot_can_be_written() -> None:
 def test_holding_others_keeps_the_function_and_trains_the_others() -> None:
     sparse = SparseModel(build("mixtral"), (0, 4))
     before = transformers_loss(sparse.module)
-    sparse.hold((4, 5, 1))
+    sparse.set_held((4, 5, 1))
     assert sparse.held == (1, 4, 5)
     after = transformers_loss(sparse.module)
     torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-6)
@@ -322,7 +322,7 @@ def test_the_optimizer_follows_a_change_of_holdings(before: tuple[int, ...], aft
         state = optimizer.state[dict(sparse.trainable_parameters())[name]]
         moments = {expert: state["exp_avg"][row].clone() for row, expert in enumerate(before)}
     optimizer.zero_grad()
-    sparse.hold(after, optimizer)
+    sparse.set_held(after, optimizer)
     in_groups = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     assert {id(parameter) for parameter in sparse.module.parameters()} == in_groups
     assert {id(parameter) for parameter in optimizer.state} <= in_groups

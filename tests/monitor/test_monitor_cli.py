@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 
 from spes_swarm.monitor.__main__ import main
-from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.aggregates import Known
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.history_file import read_history
 from spes_swarm.monitor.schema import STATE_SCHEMA

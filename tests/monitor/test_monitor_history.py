@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from spes_swarm.base.errors import DataError, UserError
-from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.aggregates import Known
 from spes_swarm.monitor.history import History
 from spes_swarm.monitor.history_file import read_history
 from spes_swarm.monitor.ledger import Ledger
@@ -111,7 +111,7 @@ def test_a_monitor_that_is_killed_leaves_a_file_that_is_whole(tmp_path: Path) ->
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
-from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.aggregates import Known
 from spes_swarm.monitor.history import History
 from tests.helpers.histories import manifest
 from tests.helpers.monitoring import peer_id, points, troubled_state

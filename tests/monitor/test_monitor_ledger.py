@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_swarm.monitor import ledger as ledger_module
-from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.aggregates import Known
 from spes_swarm.monitor.ledger import Ledger
 from spes_swarm.monitor.state import SwarmState, to_text
 from spes_swarm.protocol.members.records import FaultNote, Progress

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from spes_swarm.monitor.books import Known
+from spes_swarm.monitor.aggregates import Known
 from spes_swarm.monitor.ledger import Ledger
 from spes_swarm.monitor.state import HistoryPoint
 from spes_swarm.protocol.members.records import Progress, RecentRounds, Rounds

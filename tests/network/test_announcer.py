@@ -141,7 +141,7 @@ def test_a_record_says_who_is_excluded_and_who_is_without_duty_and_why() -> None
     conduct.exclusions.pardon("liar 9", 9)
     for round_number in range(2):
         conduct.note_stall("idle 1", round_number)
-    run_state.roster.standing.without_duty = {f"idle {n}": 3 + n for n in range(6)}
+    run_state.roster.reputation.without_duty = {f"idle {n}": 3 + n for n in range(6)}
 
     async def announce() -> Record:
         announcer = Announcer(run_state, time.time, unexpected)

@@ -15,7 +15,7 @@ from spes_swarm.config.manifest import found_run
 from spes_swarm.network import run_commands
 from spes_swarm.network.run_services import RunServices
 from spes_swarm.protocol.members.records import Lease, Record
-from spes_swarm.protocol.ownership.reassignment import choose_experts, priority, settle
+from spes_swarm.protocol.ownership.reassignment import choose_experts, priority, resolve
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.rounds import identity
 from tests.helpers.run_settings import settings_without_trainer
@@ -64,7 +64,7 @@ def claim(others: Others, want: int, monkeypatch: pytest.MonkeyPatch) -> tuple[t
     services._discovery.open(records)
     services.announcer.open(records)
     for peer in others(()):
-        services.state.roster.standing.note_answer(peer)
+        services.state.roster.reputation.note_answer(peer)
     held = asyncio.run(services.commands.claim(want, room=want, fixed=False))
     return held, records.looks
 
@@ -97,7 +97,7 @@ def test_peers_that_start_together_cover_all_experts(num_others: int, monkeypatc
         if not mine:
             return dict.fromkeys(leases, ())
         seen = dict(leases)
-        leases.update({peer: settle({**seen, ME: mine}, peer, len(EXPERTS)) for peer in seen})
+        leases.update({peer: resolve({**seen, ME: mine}, peer, len(EXPERTS)) for peer in seen})
         return seen
 
     held, _ = claim(others, want, monkeypatch)

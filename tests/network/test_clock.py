@@ -76,7 +76,7 @@ def settled(*differences: float) -> float:
     """How far a joiner's clock moves when the peers it meets differ from its wall clock by so many seconds."""
     own = SwarmClock()
     before = own.now()
-    own.settle(offsets(own, *differences).values())
+    own.synchronise(offsets(own, *differences).values())
     return own.now() - before
 
 
@@ -94,7 +94,7 @@ def step(differences: Sequence[float], live: Sequence[str] = ()) -> float:
 
 def test_a_peer_without_others_keeps_its_wall_clock(machine: Machine) -> None:
     own = SwarmClock()
-    own.settle([])
+    own.synchronise([])
     assert own.correct({}) == 0.0
     machine.pass_time(3600.0)
     assert own.now() == machine.wall == NOON + 3600.0
@@ -327,7 +327,7 @@ def keeper(rpc: Any) -> tuple[Timekeeper, list[tuple[str, ProtocolError]]]:
 def test_only_answers_that_make_sense_count_and_others_are_named(machine: Machine) -> None:
     rpc = FakeRpc(a=NOON + 300.0, gone=ConnectionError("gone"), slow=TimeoutError(), mad=math.nan, b=NOON + 300.0)
     own, faults = keeper(rpc)
-    asyncio.run(own.settle(rpc.peers.keys()))
+    asyncio.run(own.synchronise(rpc.peers.keys()))
     assert own.clock.now() == NOON + 300.0
     assert [(peer, fault.kind) for peer, fault in faults] == [("mad", "malformed")]
 
@@ -337,7 +337,7 @@ def test_a_wrong_wall_clock_is_reported_once(machine: Machine) -> None:
     own, faults = keeper(rpc)
 
     async def stay() -> None:
-        await own.settle(["a"])
+        await own.synchronise(["a"])
         await own.serve()
         for _ in range(3):
             assert await own.check(["a"]) == 0.0
@@ -352,7 +352,7 @@ def test_a_wrong_wall_clock_is_reported_once(machine: Machine) -> None:
 def test_a_right_wall_clock_is_not_reported(machine: Machine) -> None:
     rpc = FakeRpc(a=NOON + 4.0)
     own, faults = keeper(rpc)
-    asyncio.run(own.settle(["a"]))
+    asyncio.run(own.synchronise(["a"]))
     asyncio.run(own.serve())
     assert faults == []
 

@@ -8,17 +8,17 @@ import pytest
 
 from spes_swarm.network.round.company import Company
 from spes_swarm.protocol.members.records import Progress
+from spes_swarm.protocol.members.reputation import Reputation
 from spes_swarm.protocol.members.roster import Roster
-from spes_swarm.protocol.members.standing import Standing
 from tests.helpers.records import progress
 
 
 def reads_before_the_first_round(*records: dict[str, Progress]) -> int:
     """How often a peer that finds these records, one after another, reads again before its first round begins."""
-    standing = Standing()
+    reputation = Reputation()
     for peer in records[0]:
-        standing.note_answer(peer)
-    roster = Roster("me", standing=standing)
+        reputation.note_answer(peer)
+    roster = Roster("me", reputation=reputation)
     later = iter(records)
     roster.update(next(later))
     reads = 0

@@ -28,8 +28,8 @@ from spes_swarm.network.run_services import RunServices
 from spes_swarm.network.transport.daemon import _Output
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.meeting.gathering import Gathering
+from spes_swarm.protocol.members.reputation import Reputation
 from spes_swarm.protocol.members.roster import Roster
-from spes_swarm.protocol.members.standing import Standing
 from spes_swarm.protocol.rounds.plan import make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.helpers import rounds
@@ -121,8 +121,8 @@ def test_every_task_is_shown_with_all_calls_that_it_is_in() -> None:
 
 
 def test_peers_are_shown_with_what_their_word_counts() -> None:
-    roster = Roster("me", standing=Standing(()))
-    roster.standing.note_answer("a")
+    roster = Roster("me", reputation=Reputation(()))
+    roster.reputation.note_answer("a")
     roster.update({"a": progress(round=7, name="first"), "b": progress(state="waiting")})
     first, second = roster_lines(roster)
     assert first.startswith("peer a 'first': training, round 7, ")

@@ -66,7 +66,7 @@ class Party:
         host, door = self.hosts[number], self.doors[number]
         host.rpc.admission = admission
         await door.open(host.peer_id, others)
-        door.present = door.voices = lambda: [other.peer_id for other in self.hosts if other is not host]
+        door.present = door.electorate = lambda: [other.peer_id for other in self.hosts if other is not host]
         for method in ("table", "ping", "manifest"):
             await host.rpc.serve(method, echo)
 
@@ -207,7 +207,7 @@ def test_a_peer_that_is_revoked_learns_that_it_is_out(tmp_path: Path) -> None:
             reason = here.doors[1].why_out(here.hosts[1].peer_id)
             assert reason is not None
             assert "most members refuse this peer: the invitation has been revoked" in reason
-            here.doors[1].voices = tuple  # only those count whose work is in its commits
+            here.doors[1].electorate = tuple  # only those count whose work is in its commits
             assert here.doors[1].why_out(here.hosts[1].peer_id) is None
 
     run(scenario)

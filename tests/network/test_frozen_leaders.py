@@ -14,7 +14,7 @@ import pytest
 
 from spes_swarm.base.errors import NoLeaderError, RoundError
 from spes_swarm.network.round.rendezvous import Rendezvous
-from spes_swarm.protocol.members.standing import Standing
+from spes_swarm.protocol.members.reputation import Reputation
 from spes_swarm.protocol.rounds.statement import Group
 from tests.helpers.meeting import WINDOW_S, Meeting
 from tests.helpers.rounds import RUN_ID
@@ -108,7 +108,7 @@ def test_a_newcomer_waits_for_a_founder_that_follows_it() -> None:
 def test_of_two_newcomers_that_follow_each_other_one_leads() -> None:
     """Both have their reference from a peer that has died."""
     meeting = Meeting("ABH")
-    following = {who.peer_id: Standing([other.peer_id for other in meeting.honest]) for who in meeting.honest}
+    following = {who.peer_id: Reputation([other.peer_id for other in meeting.honest]) for who in meeting.honest}
 
     async def enter(who: Rendezvous) -> Group:
         try:
@@ -121,8 +121,8 @@ def test_of_two_newcomers_that_follow_each_other_one_leads() -> None:
         return following[me].defers(n.peer_id for n in meeting.known[me])
 
     meeting.peers = [meeting.rendezvous(who, defers=partial(defers, who.peer_id)) for who in meeting.honest]
-    for who, standing in following.items():
-        standing.follow()
+    for who, reputation in following.items():
+        reputation.follow()
         meeting.known[who][:] = [n for n in meeting.known[who] if n.peer_id != meeting.hostile.peer_id]
         assert defers(who)
     meeting.meet(limit_s=2 * WINDOW_S, enter=enter)
@@ -169,7 +169,7 @@ def test_a_newcomer_whose_first_poll_is_lost_follows_the_leader_as_soon_as_it_is
     """Otherwise it would wait for another newcomer, which leads nothing, until the round has begun without it."""
     meeting = Meeting("ABCH")
     founder = meeting.rendezvous(meeting.identity["C"])
-    newcomers = [meeting.rendezvous(meeting.identity[name], defers=lambda: True, voices="C") for name in "AB"]
+    newcomers = [meeting.rendezvous(meeting.identity[name], defers=lambda: True, electorate="C") for name in "AB"]
     meeting.wire.lost.append((meeting.identity["A"].peer_id, meeting.identity["C"].peer_id))
 
     async def meet() -> list[Group]:
@@ -189,7 +189,7 @@ def test_a_leader_that_was_frozen_waits_even_for_those_for_whom_rounds_hardly_wa
 ) -> None:
     meeting = Meeting("ABCH")
     for known in meeting.known.values():
-        known[:] = [replace(peer, patience_s=1.0) for peer in known]
+        known[:] = [replace(peer, wait_s=1.0) for peer in known]
     check_one(groups_of(meeting, [0.0, 0.0, 0.0], [("A", frozen_from_s, frozen_s)]))
 
 

@@ -195,9 +195,9 @@ def test_a_member_that_has_returned_ranks_first_but_leads_nothing(meeting: Meeti
 def test_a_newcomer_that_knows_only_another_one_follows_it_to_the_members() -> None:
     """It turns to no stranger, although that one ranks first and has a group for it."""
     meeting = Meeting("HABCD")
-    who = {name: meeting.rendezvous(meeting.identity[name], voices="AB") for name in "AB"}
-    who["C"] = meeting.rendezvous(meeting.identity["C"], defers=lambda: True, voices="AB")
-    who["D"] = meeting.rendezvous(meeting.identity["D"], defers=lambda: True, voices="C")
+    who = {name: meeting.rendezvous(meeting.identity[name], electorate="AB") for name in "AB"}
+    who["C"] = meeting.rendezvous(meeting.identity["C"], defers=lambda: True, electorate="AB")
+    who["D"] = meeting.rendezvous(meeting.identity["D"], defers=lambda: True, electorate="C")
     always(meeting, lambda statement: {"group": [alone(meeting), *([statement] if statement else [])]})
 
     async def meet() -> list[Group]:

@@ -16,16 +16,15 @@ AT_ONCE_S = 2.0
 SUBSETS = [names for count in range(4) for names in combinations("ABC", count)]
 
 
-def relieve(meeting: Meeting, name: str, known_to: tuple[str, ...], patience_s: float = math.inf) -> None:
+def relieve(meeting: Meeting, name: str, known_to: tuple[str, ...], wait_s: float = math.inf) -> None:
     """Has these peers know that a peer has no duty; it can be among them itself."""
     relieved = meeting.identity[name].peer_id
     for who in known_to:
         peer_id = meeting.identity[who].peer_id
         (peer,) = (peer for peer in meeting.peers if peer.identity.peer_id == peer_id)
-        peer.run_state.roster.standing.without_duty = {relieved: 1}
+        peer.run_state.roster.reputation.without_duty = {relieved: 1}
         meeting.known[peer_id][:] = [
-            replace(other, patience_s=patience_s) if other.peer_id == relieved else other
-            for other in meeting.known[peer_id]
+            replace(other, wait_s=wait_s) if other.peer_id == relieved else other for other in meeting.known[peer_id]
         ]
 
 
@@ -39,7 +38,7 @@ def test_a_leader_that_never_closes_costs_nothing_once_all_know(known_to: tuple[
     meeting = Meeting("HABC")
     meeting.answers("H", "gather", stall)
     meeting.answers("H", "call", stall)
-    relieve(meeting, "H", known_to, patience_s=0.0)
+    relieve(meeting, "H", known_to, wait_s=0.0)
     meeting.meet(AT_ONCE_S if known_to == ("A", "B", "C") else 4 * WINDOW_S)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from spes_swarm.network.link.links import Links
-from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.members.reputation import Neighbour
 from tests.helpers.hosts import hosts, run
 
 

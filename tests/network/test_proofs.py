@@ -19,7 +19,7 @@ from spes_swarm.network.round import proofs as proofs_module
 from spes_swarm.network.round.proofs import Proofs
 from spes_swarm.network.transport.interface import Transport
 from spes_swarm.protocol.averaging.proof import open_proof
-from spes_swarm.protocol.members.standing import Standing
+from spes_swarm.protocol.members.reputation import Reputation
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 from tests.helpers.hosts import MEMBERS, connected, run
 from tests.helpers.records import progress
@@ -81,14 +81,14 @@ async def keepers(*folders: Path | None, silent: int = -1, real: bool = False) -
     async with connected(len(folders), real=real) as found:
         made: list[Keeper] = []
         for host, folder in zip(found, folders, strict=True):
-            standing = Standing()
-            standing.committed(0.0, [LIAR.peer_id], ())
+            reputation = Reputation()
+            reputation.committed(0.0, [LIAR.peer_id], ())
             state: Any = SimpleNamespace(
                 run_id=RUN_ID,
                 run=SimpleNamespace(round=SimpleNamespace(stall_timeout_s=STALL_S)),
                 settings=SimpleNamespace(proofs=folder),
                 tracks=TrackRecords(),
-                roster=SimpleNamespace(standing=standing),
+                roster=SimpleNamespace(reputation=reputation),
                 reference=SimpleNamespace(round=20),
                 identity=SimpleNamespace(peer_id=host.peer_id),
                 group=frozenset(),
@@ -173,7 +173,7 @@ def test_few_proofs_are_kept_about_peers_of_no_round_and_only_if_most_members_na
             second.proofs._not_before.clear()
             monkeypatch.setattr(proofs_module, "_MAX_WITH_STRANGERS", 1)
             assert not await second.reads(first, liars[2].peer_id, unaware=0)
-            second.run.roster.standing.committed(1.0, [liars[1].peer_id], ())
+            second.run.roster.reputation.committed(1.0, [liars[1].peer_id], ())
             assert await second.reads(first, liars[1].peer_id, unaware=9)
             assert second.excluded == [liars[0].peer_id, liars[1].peer_id]
 
@@ -260,7 +260,7 @@ def test_one_record_leads_to_all_its_culprits(tmp_path: Path) -> None:
         async with keepers(None, tmp_path) as (first, second):
             await first.proofs.add(A_PROOF)
             await first.proofs.add(proof_against(other))
-            second.run.roster.standing.committed(1.0, [other.peer_id], ())
+            second.run.roster.reputation.committed(1.0, [other.peer_id], ())
             assert await second.reads(first)
             assert second.excluded == [LIAR.peer_id, other.peer_id]
             assert len(list(tmp_path.glob("*.proof"))) == 2

@@ -17,7 +17,7 @@ from spes_swarm.network.run_services import RunServices
 from spes_swarm.port.commands import Notification
 from spes_swarm.port.messages import CaughtUp
 from spes_swarm.protocol.members.records import Record
-from spes_swarm.protocol.members.standing import Standing
+from spes_swarm.protocol.members.reputation import Reputation
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.records import progress
 from tests.helpers.rounds import identity
@@ -58,7 +58,7 @@ def test_a_founder_that_answers_its_first_call_is_seen_at_once() -> None:
         async def answer(peer_id: str, method: str, request: Any, timeout_s: float) -> dict[str, Any]:
             for _ in range(10):  # not at once, as from another machine
                 await asyncio.sleep(0)
-            services.state.roster.standing.note_answer(peer_id)
+            services.state.roster.reputation.note_answer(peer_id)
             return {"maddrs": []}
 
         services = services_with(answer)
@@ -93,7 +93,7 @@ def test_a_peer_that_has_missed_too_much_follows_the_others_to_its_first_round(c
 
     async def catch_up() -> bool:
         services = services_with(answer)
-        services.state.roster.standing = Standing(["founder"])
+        services.state.roster.reputation = Reputation(["founder"])
         services.commands.catching_up.resync_if_diverged = fetch  # type: ignore[method-assign]
         assert not services.state.roster.defers
         assert isinstance(await services.commands.run_round(1, (), leaving=False), CaughtUp)

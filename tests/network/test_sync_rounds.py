@@ -65,7 +65,7 @@ def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
 
     async def hold() -> None:
         for number in range(1, 7):
-            await rounds.hold(number, tokens=1, routed=(1,) * len(run.leases.held), leaving=False)
+            await rounds.run(number, tokens=1, routed=(1,) * len(run.leases.held), leaving=False)
 
     assert not run.is_member(newcomer.peer_id)
     asyncio.run(hold())

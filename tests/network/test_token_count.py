@@ -10,8 +10,8 @@ import pytest
 
 from spes_swarm.network.round.token_count import TokenCount
 from spes_swarm.port.messages import TokenCounts
+from spes_swarm.protocol.members.reputation import Reputation
 from spes_swarm.protocol.members.roster import MAX_STEP_RATIO, Roster
-from spes_swarm.protocol.members.standing import Standing
 from tests.helpers.lone_trainer import run_config
 from tests.helpers.records import progress
 
@@ -23,12 +23,12 @@ def count(
     answers: dict[str, Any], *, newcomer_told: tuple[str, ...] = (), record_round: int = OWN_ROUND
 ) -> TokenCounts:
     """What a peer at OWN_ROUND learns from these answers; None is silence."""
-    standing = Standing(newcomer_told)
+    reputation = Reputation(newcomer_told)
     if newcomer_told:
-        standing.follow()
+        reputation.follow()
     else:
-        standing.committed(0.0, answers, [])
-    roster = Roster("me", standing=standing)
+        reputation.committed(0.0, answers, [])
+    roster = Roster("me", reputation=reputation)
     roster.update({peer: progress(round=record_round, tokens=3 * STEP, tokens_per_step=STEP) for peer in answers})
 
     async def call(peer_id: str, method: str, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:

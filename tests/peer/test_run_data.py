@@ -213,7 +213,7 @@ def test_shards_without_their_index_are_refused_with_what_to_do(tmp_path: Path, 
     corpus = shards(tmp_path / "tokens")
     run = founded(corpus, peer)
     some = some_of(corpus, tmp_path / "some", 1, 3, with_index=False)
-    with pytest.raises(DataError, match=r"if these are shards of it, put its corpus\.json beside them"):
+    with pytest.raises(DataError, match=r"if these are shards of it, put its corpus\.json next to them"):
         peer.data(some).open(run, BYTES)
 
 

@@ -67,8 +67,8 @@ def test_a_reducer_waits_in_two_of_eight_exchanges() -> None:
     conduct = among()
     patient = []
     for number in range(20):
-        patient.append(conduct.is_patient)
-        conduct.exchanged(number, {}, {}, trusted=OTHERS, **TIMES, waited=conduct.is_patient)
+        patient.append(conduct.may_wait)
+        conduct.exchanged(number, {}, {}, trusted=OTHERS, **TIMES, waited=conduct.may_wait)
     assert patient == ([True] * 2 + [False] * 7) * 2 + [True] * 2
 
 

@@ -145,11 +145,11 @@ def expected_without_hostile() -> tuple[np.ndarray, set[int]]:
     lost = {part.index for part in plan.parts if part.reducer == HOSTILE}
     for part in plan.parts:
         where = slice(part.start, part.start + part.size)
-        voices = [c for c in plan.block_of(part).contributions if c.member != HOSTILE]
-        if part.index in lost or not voices:
+        contributors = [c for c in plan.block_of(part).contributions if c.member != HOSTILE]
+        if part.index in lost or not contributors:
             continue
-        weights = [c.weight for c in voices]
-        live_VN = np.stack([peers[c.member].live_N[where].astype(np.float64) for c in voices])
+        weights = [c.weight for c in contributors]
+        live_VN = np.stack([peers[c.member].live_N[where].astype(np.float64) for c in contributors])
         values_N[where] = np.average(live_VN, axis=0, weights=weights)
     return values_N, lost
 

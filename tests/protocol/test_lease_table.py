@@ -8,7 +8,7 @@ import pytest
 
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.records import Lease
-from spes_swarm.protocol.members.standing import Standing
+from spes_swarm.protocol.members.reputation import Reputation
 from spes_swarm.protocol.ownership.lease_table import ExpertChange, Leases, reassign_group
 from spes_swarm.protocol.ownership.reassignment import Rules
 from spes_swarm.protocol.rounds.plan import Plan, make_plan
@@ -29,15 +29,15 @@ def decided(*members: Member, rules: Rules | None = None) -> dict[str, tuple[int
     return reassign_group(*planned(*members), 4, rules or Rules())
 
 
-def standing(*answering: str) -> Standing:
-    made = Standing()
+def reputation(*answering: str) -> Reputation:
+    made = Reputation()
     for peer in answering:
         made.note_answer(peer)
     return made
 
 
 def leases(me: str = "me", held: tuple[int, ...] = (), rules: Rules | None = None) -> Leases:
-    made = Leases(me, 4, rules or Rules(), standing=standing("me", "a", "b", "ghost"))
+    made = Leases(me, 4, rules or Rules(), reputation=reputation("me", "a", "b", "ghost"))
     made.held = held
     return made
 
@@ -81,7 +81,7 @@ def test_it_gives_way_to_whoever_has_the_better_claim_and_says_whether_it_had_to
     mine, theirs = leases("me", (0,)), leases("a", (0,))
     mine.update(others(a=[0]))
     theirs.update(others(me=[0]))
-    stayed = [mine.settle(), theirs.settle()]
+    stayed = [mine.resolve(), theirs.resolve()]
     assert sorted(stayed) == [False, True]
     assert (mine.held == (0,)) == stayed[0]
     assert (theirs.held == (0,)) == stayed[1]
@@ -97,9 +97,9 @@ def test_its_statement_says_what_others_leases_reserve() -> None:
 
 
 def test_only_leases_of_voices_reserve_experts_but_a_newcomer_looks_at_all() -> None:
-    known = standing("stranger")
+    known = reputation("stranger")
     known.committed(0.0, ["member"], ())
-    mine = Leases("me", 4, Rules(), standing=known)
+    mine = Leases("me", 4, Rules(), reputation=known)
     mine.update(others(member=[1], stranger=[0, 1, 2]))
     assert mine.leased_bitmap == bitmap([1], 4)
     assert mine.choose(1) == (3,)
@@ -117,7 +117,7 @@ def test_a_lease_that_is_not_renewed_within_its_lifetime_has_ended(monkeypatch: 
     """Whatever it says about its end."""
     now = 100.0
     monkeypatch.setattr("spes_swarm.protocol.ownership.lease_table.time", SimpleNamespace(monotonic=lambda: now))
-    mine = Leases("me", 4, Rules(), 60.0, standing("a"))
+    mine = Leases("me", 4, Rules(), 60.0, reputation("a"))
 
     def seen(expires: float) -> list[int]:
         mine.update({"a": Lease(expires=expires, experts=[2], since_round=1)})

@@ -11,7 +11,7 @@ from spes_swarm.base.errors import NoLeaderError, RoundError
 from spes_swarm.protocol.meeting.meeting import TICK_S, Meeting
 from spes_swarm.protocol.meeting.outputs import Answer, Call, Output, Poll, Reply, Stall
 from spes_swarm.protocol.meeting.view import View, rank
-from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.members.reputation import Neighbour
 from spes_swarm.protocol.rounds.statement import Group
 
 WINDOW_S, EXCHANGE_S = 10.0, 20.0
@@ -62,7 +62,7 @@ def members(machine: Meeting) -> list[str]:
 
 def test_a_newcomer_takes_the_group_of_its_initial_peer_although_there_are_many_strangers() -> None:
     me = Driven(B, A, defers=True)
-    strangers = tuple(Neighbour(f"stranger {i}", True, has_voice=False) for i in range(12))
+    strangers = tuple(Neighbour(f"stranger {i}", True, in_electorate=False) for i in range(12))
     me.view = replace(me.view, neighbours=(*me.view.neighbours, *strangers))
     me.join()
     (poll,) = me.done()

@@ -16,7 +16,7 @@ from spes_swarm.protocol.ownership.reassignment import (
     priority,
     reserved_experts,
     reserving,
-    settle,
+    resolve,
 )
 
 Table = dict[str, tuple[int, ...]]
@@ -150,7 +150,7 @@ def test_a_lease_reserves_no_more_than_one_member_may_hold() -> None:
 def test_settling_keeps_the_number_of_experts_and_what_only_this_peer_holds(given_table: tuple[int, Table]) -> None:
     num_experts, table = given_table
     for me, mine in table.items():
-        settled = settle(table, me, num_experts)
+        settled = resolve(table, me, num_experts)
         assert len(set(settled)) == len(mine)
         assert list(settled) == sorted(settled)
         assert {e for e in mine if holders(table, e) == [me]} <= set(settled)
@@ -162,7 +162,7 @@ def test_of_several_holders_the_one_with_the_best_claim_keeps_an_expert() -> Non
     names = ["peer0", "peer1", "peer2"]
     for expert in range(20):
         leases = dict.fromkeys(names, (expert,))
-        kept_by = [peer for peer in names if expert in settle(leases, peer, 30)]
+        kept_by = [peer for peer in names if expert in resolve(leases, peer, 30)]
         assert kept_by == [min(names, key=lambda peer: blake3(f"{peer}|{expert}".encode()).digest())]
 
 
@@ -172,7 +172,7 @@ def test_settling_depends_on_who_holds_what_only(given_table: tuple[int, Table])
     num_experts, table = given_table
     turned = {peer: held[::-1] for peer, held in table.items()}
     for me in table:
-        assert settle(turned, me, num_experts) == settle(table, me, num_experts)
+        assert resolve(turned, me, num_experts) == resolve(table, me, num_experts)
 
 
 def test_of_the_experts_without_a_holder_each_goes_to_the_one_with_its_best_claim() -> None:
@@ -180,7 +180,7 @@ def test_of_the_experts_without_a_holder_each_goes_to_the_one_with_its_best_clai
     table = {f"peer{i}": (0,) for i in range(12)}
     gone = {}
     for me in table:
-        (now,) = settle(table, me, 8)
+        (now,) = resolve(table, me, 8)
         assert now in (0, min(range(1, 8), key=lambda e: blake3(f"{me}|{e}".encode()).digest()))
         gone[me] = now
     assert list(gone.values()).count(0) == 1
@@ -196,7 +196,7 @@ def test_when_all_settle_at_once_every_expert_that_there_is_room_for_gets_a_hold
     num_experts, table = given_table
     room = sum(map(len, table.values()))
     for _ in range(num_experts + 1):  # every turn covers at least one more
-        before, table = table, {peer: settle(table, peer, num_experts) for peer in table}
+        before, table = table, {peer: resolve(table, peer, num_experts) for peer in table}
         if before == table:
             break
     assert before == table
@@ -210,9 +210,9 @@ def test_when_they_settle_one_after_another_too(given_table: tuple[int, Table]) 
     room = sum(map(len, table.values()))
     for _ in range(num_experts + 1):
         for peer in table:
-            table = {**table, peer: settle(table, peer, num_experts)}
+            table = {**table, peer: resolve(table, peer, num_experts)}
     assert sum(bool(holders(table, e)) for e in range(num_experts)) == min(room, num_experts)
-    assert {peer: settle(table, peer, num_experts) for peer in table} == table
+    assert {peer: resolve(table, peer, num_experts) for peer in table} == table
 
 
 @pytest.mark.slow
@@ -220,4 +220,4 @@ def test_when_they_settle_one_after_another_too(given_table: tuple[int, Table]) 
 def test_nobody_moves_when_all_experts_are_held(given_table: tuple[int, Table]) -> None:
     num_experts, table = given_table
     table["rest"] = tuple(range(num_experts))
-    assert {peer: settle(table, peer, num_experts) for peer in table} == table
+    assert {peer: resolve(table, peer, num_experts) for peer in table} == table

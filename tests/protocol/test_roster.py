@@ -10,9 +10,9 @@ import pytest
 
 from spes_swarm.protocol.members import roster as roster_module
 from spes_swarm.protocol.members.records import Progress
+from spes_swarm.protocol.members.reputation import GRACE_SHARE, Reputation
 from spes_swarm.protocol.members.roster import Roster
 from spes_swarm.protocol.members.routing_report import dead_by_majority
-from spes_swarm.protocol.members.standing import GRACE_SHARE, Standing
 from tests.helpers.records import progress
 
 
@@ -32,9 +32,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def acquainted() -> Roster:
     """A roster whose peer has committed a round with everybody that these tests name."""
-    standing = Standing()
-    standing.committed(900.0, ["a", "b", "c", "late", *(f"p{i}" for i in range(6))], [])
-    return Roster("me", standing=standing, committed_at=1000.0)
+    reputation = Reputation()
+    reputation.committed(900.0, ["a", "b", "c", "late", *(f"p{i}" for i in range(6))], [])
+    return Roster("me", reputation=reputation, committed_at=1000.0)
 
 
 def names(views: list[roster_module.PeerView]) -> set[str]:
@@ -236,7 +236,7 @@ def test_who_has_never_taken_part_moves_nothing(claims: dict[str, Any], answerin
     roster.update({**honest, **a_crowd_of_ghosts(**claims)})
     if answering:
         for i in range(50):
-            roster.standing.note_answer(f"ghost{i}")
+            roster.reputation.note_answer(f"ghost{i}")
     questions: list[Callable[[Roster], Any]] = [
         lambda r: r.swarm_round(3),
         lambda r: r.median_round(3),
@@ -255,22 +255,22 @@ def test_rounds_meet_ghosts_only_when_these_answer() -> None:
     roster = acquainted()
     roster.update({"a": progress(), **a_crowd_of_ghosts()})
     assert [n.peer_id for n in roster.neighbours(10.0)] == ["a"]
-    roster.standing.note_answer("ghost7")
+    roster.reputation.note_answer("ghost7")
     by_id = {n.peer_id: n for n in roster.neighbours(10.0)}
     assert by_id.keys() == {"a", "ghost7"}
-    assert by_id["a"].has_voice
-    assert not by_id["ghost7"].has_voice
+    assert by_id["a"].in_electorate
+    assert not by_id["ghost7"].in_electorate
 
 
 def test_a_newcomer_goes_by_the_peers_that_it_was_told_to_join() -> None:
-    roster = Roster("me", standing=Standing(["told"]), committed_at=1000.0)
-    roster.standing.follow()
+    roster = Roster("me", reputation=Reputation(["told"]), committed_at=1000.0)
+    roster.reputation.follow()
     roster.update({"told": progress(round=7), **a_crowd_of_ghosts(round=900)})
     for i in range(50):
-        roster.standing.note_answer(f"ghost{i}")
+        roster.reputation.note_answer(f"ghost{i}")
     assert roster.swarm_round(0) == 7
     assert roster.defers
-    assert [n.peer_id for n in roster.neighbours(10.0) if n.has_voice] == ["told"]
+    assert [n.peer_id for n in roster.neighbours(10.0) if n.in_electorate] == ["told"]
 
 
 def test_a_record_that_is_not_renewed_is_stale_however_long_it_claims_to_live(clock: Clock) -> None:
@@ -312,13 +312,13 @@ def test_who_was_in_a_round_is_a_member_and_this_peer_is_not(clock: Clock) -> No
     roster.update({"a": progress(), "b": progress()})
     clock.now = 2000.0
     roster.committed(["me", "a"])  # all others were there
-    assert [roster.standing.is_member(peer) for peer in ("a", "b", "me")] == [True, False, False]
-    assert roster.standing.clock_voices(["a"], 2000.0) == {"a"}
+    assert [roster.reputation.is_member(peer) for peer in ("a", "b", "me")] == [True, False, False]
+    assert roster.reputation.clock_electorate(["a"], 2000.0) == {"a"}
     roster.committed()  # a reference was fetched: no round was held
-    assert roster.standing.patience(["a"], 10.0) == {"a": 10.0}
+    assert roster.reputation.wait_times(["a"], 10.0) == {"a": 10.0}
     for _ in range(2):
         roster.committed(["me"], ["a", "me"])  # nobody came
-    assert roster.standing.patience(["a"], 10.0)["a"] < 10.0
+    assert roster.reputation.wait_times(["a"], 10.0)["a"] < 10.0
 
 
 def test_a_round_knows_of_each_neighbour_how_to_meet_it(clock: Clock) -> None:
@@ -333,8 +333,8 @@ def test_a_round_knows_of_each_neighbour_how_to_meet_it(clock: Clock) -> None:
     by_id = {neighbour.peer_id: neighbour for neighbour in roster.neighbours(20.0)}
     assert by_id["open"].reachable
     assert not by_id["client"].reachable
-    assert by_id["open"].patience_s == 20.0
-    assert by_id["client"].patience_s == pytest.approx(GRACE_SHARE * 5.0)
+    assert by_id["open"].wait_s == 20.0
+    assert by_id["client"].wait_s == pytest.approx(GRACE_SHARE * 5.0)
 
 
 def test_records_behind_which_nobody_answers_are_not_answering() -> None:
@@ -401,7 +401,7 @@ def test_nobody_misses_a_peer_that_has_never_answered() -> None:
     roster = acquainted()
     roster.update({peer: progress() for peer in ("a", "b", "silent")})
     assert roster.absent({"a"}) == {"b"}
-    roster.standing.note_answer("silent")
+    roster.reputation.note_answer("silent")
     assert roster.absent({"a"}) == {"b", "silent"}
 
 

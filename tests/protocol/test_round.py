@@ -54,13 +54,13 @@ def expected_reference(peers: list[FakePeer]) -> torch.Tensor:
     for block in layout.blocks:
         where = slice(block.start, block.stop)
         if block.expert is None:
-            voices, weights = peers, [p.tokens for p in peers]
+            contributors, weights = peers, [p.tokens for p in peers]
         else:
-            voices = [p for p in peers if block.expert in p.held]
-            weights = [p.routed[p.held.index(block.expert)] for p in voices if p.routed is not None]
-        if voices:
+            contributors = [p for p in peers if block.expert in p.held]
+            weights = [p.routed[p.held.index(block.expert)] for p in contributors if p.routed is not None]
+        if contributors:
             weight_V = torch.tensor(clipped(weights), dtype=torch.float64)
-            live_VN = torch.stack([torch.from_numpy(p.live_N[where].copy()).double() for p in voices])
+            live_VN = torch.stack([torch.from_numpy(p.live_N[where].copy()).double() for p in contributors])
             new_N[where] = (weight_V[:, None] * live_VN).sum(0) / weight_V.sum()
     return new_N
 

@@ -94,7 +94,7 @@ def train(publishing: Publishing, target: FakeTarget, rounds: int, before: Calla
         saved.set_result(Written(path=Path("checkpoint"), round=number, bytes_written=0, bytes_linked=0))
         target.checkpoint = number
         publishing.consider(number, partial(_same, saved))
-        publishing.look()
+        publishing.poll()
 
 
 def _same(saved: Future[Written]) -> Future[Written]:

@@ -45,7 +45,7 @@ async def watch_a_record_expire(peers: Sequence[LocalPeer], victim: LocalPeer, o
     ttl_s = TINY_RUN["round"]["progress_ttl_s"]
     async with joined(peers[0].address(), own) as (daemon, rpc, manifest):
         timekeeper = Timekeeper(rpc, manifest.run_id, own.peer_id, lambda peer_id, error: None)
-        await timekeeper.settle(await daemon.connections())
+        await timekeeper.synchronise(await daemon.connections())
         now = timekeeper.clock.now
         with in_hivemind(timekeeper.clock):
             node = await DHTNode.create(

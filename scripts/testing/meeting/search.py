@@ -26,7 +26,7 @@ from spes_swarm.protocol.meeting.leading import Leading
 from spes_swarm.protocol.meeting.meeting import Meeting
 from spes_swarm.protocol.meeting.outputs import Answer, Call, Poll, Reply
 from spes_swarm.protocol.meeting.view import View
-from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.members.reputation import Neighbour
 from spes_swarm.protocol.rounds.statement import Group
 
 WINDOW_S, EXCHANGE_S = 2.0, 4.0

@@ -33,10 +33,10 @@ _CALM_S = 128.0  # at the end of a walk: time for all to come together
 _AGAIN_S = 256.0  # the same if there are liars, and from one such round to the next
 _LIARS_S = 300.0  # for which a walk with liars goes on after the last fault
 _LONGEST_S = 320.0  # after which rounds need not wait for everybody again
-_FROZEN_S = 13.0  # for which one frozen peer stops the others, at most, beside a trainer's step
+_FROZEN_S = 13.0  # for which one frozen peer stops the others, at most, besides a trainer's step
 _MORE_ROUNDS = 6  # together, at least, after the first one; with liars, one
 _KNOWN_AFTER = 40  # lies, or rounds of four peers
-_ROUND_S = 3.0  # from the first that joins a round to the last that has its group, at most, beside a trainer's step
+_ROUND_S = 3.0  # from the first that joins a round to the last that has its group, at most, besides a trainer's step
 _MESSAGES = 10  # to and fro, for each member of a round, at most, in the mean
 
 
@@ -242,7 +242,7 @@ class Walk(World):
 
     def _awaits_all(self, peer: Peer) -> bool:
         others = self.view(peer).neighbours
-        return self.longest_step_s < self.window_s and all(n.patience_s >= self.window_s for n in others)
+        return self.longest_step_s < self.window_s and all(n.wait_s >= self.window_s for n in others)
 
     def _problem(self, what: str) -> None:
         self.trace.append(f"{self.now:7.2f} PROBLEM: {what}")

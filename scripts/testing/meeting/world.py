@@ -1,7 +1,7 @@
 """A swarm of machines on a virtual clock, with everything around them that can go wrong.
 
 Peers train, call each other to rounds, exchange and commit. What each knows of the others is told by the real
-`Standing`, from records that are a second old and expire. Chance freezes peers, kills them and starts them again as
+`Reputation`, from records that are a second old and expire. Chance freezes peers, kills them and starts them again as
 newcomers, cuts the swarm in two, takes the way from one peer to another, and loses or delays messages.
 """
 
@@ -21,7 +21,7 @@ from spes_swarm.protocol.meeting.gathering import CALL_TIMEOUT_S, POLL_TIMEOUT_S
 from spes_swarm.protocol.meeting.meeting import TICK_S, Meeting
 from spes_swarm.protocol.meeting.outputs import Ahead, Answer, Call, Called, Fault, Poll, Reply, Stall
 from spes_swarm.protocol.meeting.view import View
-from spes_swarm.protocol.members.standing import Neighbour, Standing
+from spes_swarm.protocol.members.reputation import Neighbour, Reputation
 from spes_swarm.protocol.rounds.statement import Group
 
 Said = Answer | ProtocolError  # what an asked peer says
@@ -44,7 +44,7 @@ class Peer:
     name: str
     hostile: bool
     machine: Meeting
-    standing: Standing
+    reputation: Reputation
     reachable: bool
     training_s: float  # until it joins a round by itself
     step_s: float  # until it joins a round to which it is called
@@ -102,7 +102,7 @@ class World:
         self.honest = [peer for peer in self.peers.values() if not peer.hostile]
         for peer in self.peers.values():
             peer.records = {o.name: (0.0, 1, o.reachable) for o in self.peers.values() if o is not peer}
-            peer.standing.committed(0.0, sorted(set(names) - {peer.name}), ())
+            peer.reputation.committed(0.0, sorted(set(names) - {peer.name}), ())
             self.after(self.chance.uniform(0.0, RECORD_S), lambda peer=peer: self._write_record(peer))  # type: ignore[misc]
             if not peer.hostile:
                 self._begin(peer, self.chance.uniform(0.0, 2.0))
@@ -116,7 +116,7 @@ class World:
     def _peer(self, name: str, hostile: bool, reachable: bool) -> Peer:
         training_s = _LEAST_TRAINING_S * self.chance.choice([1.0, 1.2, 20.0])
         step_s = self.chance.choice([0.05, 0.1, 0.3, self.longest_step_s])
-        return Peer(name, hostile, self._machine(), Standing(), reachable, training_s, step_s)
+        return Peer(name, hostile, self._machine(), Reputation(), reachable, training_s, step_s)
 
     # What is seen of it.
 
@@ -188,16 +188,16 @@ class World:
 
     def view(self, peer: Peer) -> View:
         """What a peer knows of the others, as its roster would tell."""
-        oldest, standing = self.now - RECORD_TTL_S, peer.standing
+        oldest, reputation = self.now - RECORD_TTL_S, peer.reputation
         present = [name for name, (written, *_) in sorted(peer.records.items()) if written >= oldest]
-        voices = standing.voices(present)
-        training = {name for name in present if standing.has_answered(name)} | voices
-        patience = standing.patience(training, self.window_s)
+        electorate = reputation.electorate(present)
+        training = {name for name in present if reputation.has_answered(name)} | electorate
+        wait_s = reputation.wait_times(training, self.window_s)
         neighbours = (
-            Neighbour(name, peer.records[name][2], name in voices, patience[name]) for name in sorted(training)
+            Neighbour(name, peer.records[name][2], name in electorate, wait_s[name]) for name in sorted(training)
         )
-        without_duty = frozenset(standing.without_duty)
-        defers = standing.defers(present)
+        without_duty = frozenset(reputation.without_duty)
+        defers = reputation.defers(present)
         blind = self.now < peer.blind_until
         return View(RUN_ID, peer.name, peer.target, tuple(neighbours), peer.reachable, defers, without_duty, blind)
 
@@ -244,7 +244,7 @@ class World:
             for other in self.peers.values():
                 if other is not peer and other.alive and self.now >= other.awake_from and other.side == peer.side:
                     other.records[peer.name] = (self.now, peer.target, peer.reachable)
-                    other.standing.note_answer(peer.name)  # to a greeting
+                    other.reputation.note_answer(peer.name)  # to a greeting
             self.input(peer)  # it keeps the time
             if peer.machine_is_idle and self._round_of_most(peer) > peer.target:
                 self._begin(peer, peer.step_s)
@@ -315,7 +315,7 @@ class World:
         self.carry_out(peer)
         if isinstance(outcome, RoundError):
             if isinstance(outcome, NoLeaderError):
-                peer.standing.stop_following()
+                peer.reputation.stop_following()
             self._begin(peer, _RETRY_S)
             return
         peer.exchanges = True
@@ -352,9 +352,9 @@ class World:
         peer.committed_at = self.now
         peer.commits[group.round] = group
         present = {n.peer_id for n in self.view(peer).neighbours}
-        peer.standing.committed(self.now, sorted(members - {peer.name}), sorted(present - members))
+        peer.reputation.committed(self.now, sorted(members - {peer.name}), sorted(present - members))
         doubted = self._doubted(group)
-        peer.standing.without_duty = dict.fromkeys(doubted, group.round)
+        peer.reputation.without_duty = dict.fromkeys(doubted, group.round)
         self.on_doubt(peer, doubted)
         peer.target, peer.reference = group.round + 1, int.from_bytes(group.id[:6])
         self.input(peer).tick()
@@ -397,7 +397,7 @@ class World:
                 return
             done = True
             if answer is not None:
-                peer.standing.note_answer(name)
+                peer.reputation.note_answer(name)
             machine = self.input(peer)
             if isinstance(asked, Poll):
                 machine.poll_answered(asked, answer)
@@ -412,7 +412,7 @@ class World:
 
         def arrive() -> None:
             assert other is not None
-            other.standing.note_answer(peer.name)
+            other.reputation.note_answer(peer.name)
             if other.hostile:
                 self.lie(other, peer, asked, reply)
                 return
@@ -506,8 +506,8 @@ class World:
             o.name: (self.now, o.target, o.reachable) for o in self.peers.values() if o is not peer and o.alive
         }
         others = [other.name for other in self.honest if other is not peer]
-        peer.standing = Standing(self.chance.sample(others, min(2, len(others))))
-        peer.standing.follow()
+        peer.reputation = Reputation(self.chance.sample(others, min(2, len(others))))
+        peer.reputation.follow()
         donors = [other for other in self.honest if other.target > peer.target and self.reach(peer, other)]
         if donors:
             self._adopt(peer, max(donors, key=lambda other: (other.target, other.name)))

@@ -16,7 +16,7 @@ from scripts.testing.study.arm import ArmConfig
 from spes_swarm.base.errors import DataError
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.batch_source import BatchSource, Cursor
-from spes_swarm.data.dealing import Permutation
+from spes_swarm.data.partition import Permutation
 from spes_swarm.data.sampler import Sampler, TokenStream
 from spes_swarm.protocol.ownership.reassignment import Holding, Rules, reassign
 

@@ -1,4 +1,4 @@
-"""Loads the data of a local task; named by the YAML files beside it."""
+"""Loads the data of a local task; named by the YAML files next to it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _FORMATS: dict[str, Format] = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
 _PROSE = (".md", ".rst", ".py")
-_NOTES = re.compile(  # what a `.txt` beside records is called if it is about them
+_NOTES = re.compile(  # what a `.txt` next to records is called if it is about them
     r"(.*[ ._-])?(notes?|about|info|description|terms|disclaimer|sources?|urls?|links?|index|file_?list|stat(istic)?s"
     r"|(md5|sha1|sha256|sha512|check)_?sums?)([ ._-].*)?\.te?xt(\.\w+)?",
     re.IGNORECASE,
@@ -209,8 +209,8 @@ class _Search:
         else:
             self._unknown.append(path)
 
-    def settle(self) -> None:
-        """Decides what is documentation: prose, programs and notes are, beside records or tokens."""
+    def resolve(self) -> None:
+        """Decides what is documentation: prose, programs and notes are, next to records or tokens."""
         if any(format_of(path) != "text" for path in self.data):
             prose = [path for path in self.data if ending(path).startswith(_PROSE) or _NOTES.fullmatch(path.name)]
             self._documentation += [(path, False) for path in prose]
@@ -231,7 +231,7 @@ class _Search:
         Raises:
             DataError: see `find_files`.
         """
-        self.settle()
+        self.resolve()
         left_out = self.counts()
         if self.unread:
             raise DataError(
@@ -259,7 +259,7 @@ def others_in(directory: Path, files: Iterable[Path]) -> Counter[str]:
     """
     search = _Search(None)
     search.add_directory(directory)
-    search.settle()
+    search.resolve()
     known = set(map(os.path.realpath, files))
     return Counter(ending(path) for path in search.data + search.unread if os.path.realpath(path) not in known)
 
@@ -278,7 +278,7 @@ def link_data(directory: Path, view: Path) -> tuple[dict[str, Path], Counter[str
         return {}, Counter()
     search = _Search(None)
     search.add_directory(directory)
-    search.settle()
+    search.resolve()
     linked = {str(view / path.relative_to(directory)): path for path in search.data + search.unread}
     if not linked:
         search.result(f"hf:{directory}")  # raises
@@ -310,7 +310,7 @@ def _is_hidden(folder: str) -> bool:
 
 
 def _describes_tokens(path: Path) -> bool:
-    """Returns True for OLMo's `X.csv.gz` beside `X.npy`, which lists the documents in it."""
+    """Returns True for OLMo's `X.csv.gz` next to `X.npy`, which lists the documents in it."""
     return path.name.endswith(".csv.gz") and path.with_name(path.name.removesuffix(".csv.gz") + ".npy").is_file()
 
 

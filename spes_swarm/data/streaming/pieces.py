@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from blake3 import blake3
 
-from spes_swarm.data.dealing import MAX_POSITION, Permutation, owner_of
+from spes_swarm.data.partition import MAX_POSITION, Permutation, owner_of
 
 BLOCK_EXAMPLES = 32
 MANY_UNITS = 64  # with fewer, pieces are blocks: rendezvous hashing divides a small number of pieces unevenly

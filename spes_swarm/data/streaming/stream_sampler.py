@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from spes_swarm.base.errors import DataError
 from spes_swarm.data.batch_source import BatchSource, Cursor, short_digest
-from spes_swarm.data.dealing import Permutation
+from spes_swarm.data.partition import Permutation
 from spes_swarm.data.streaming.pieces import BLOCK_EXAMPLES, Deal, Piece
 from spes_swarm.data.streaming.reader import Prepare, Reader, Units
 from spes_swarm.data.streaming.rows import Unusable
 
-PATIENCE_S = 180.0  # how long training waits for the next example
+TIMEOUT_S = 180.0  # how long training waits for the next example
 
 _EVALUATED_UNITS = 8  # evaluation sequences come from this many units, if the data set has them
 _MAX_BARREN_EPOCHS = 20  # consecutive epochs in which this peer read units and found no example that it can use
@@ -74,7 +74,7 @@ class StreamSampler(BatchSource):
         holdout_fraction: share of the examples that is never trained on, 0 to 0.5.
         divided: whether the peers divide this data set; if False, this peer goes through all of it in its own order.
         stop: set when the peer is told to leave, which ends all waiting.
-        patience_s: how long to wait for an example.
+        timeout_s: how long to wait for an example.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StreamSampler(BatchSource):
         holdout_fraction: float,
         divided: bool = True,
         stop: threading.Event | None = None,
-        patience_s: float = PATIENCE_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._units = units
         self._prepare = prepare
@@ -96,7 +96,7 @@ class StreamSampler(BatchSource):
         self._run_seed = run_seed
         self._me = peer_id
         self._stop = stop if stop is not None else threading.Event()
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._divided = divided
         self._deal = Deal(run_seed, units.num_units, holdout_fraction, "" if divided else peer_id)
         self._members: frozenset[str] = frozenset({peer_id})
@@ -240,7 +240,7 @@ class StreamSampler(BatchSource):
         if self._reader is None:
             self._open_unit()
             return
-        item = self._reader.next(self._patience_s, self._stop)
+        item = self._reader.next(self._timeout_s, self._stop)
         self._read_ahead()
         if item is None:
             self._next_unit()
@@ -368,7 +368,7 @@ class StreamSampler(BatchSource):
         """Yields the tokens of the wanted examples of a unit; None for one that cannot be used."""
         reader = Reader(self._units, unit, 0, 0, self._prepare, wanted)
         try:
-            while (item := reader.next(self._patience_s, self._stop)) is not None:
+            while (item := reader.next(self._timeout_s, self._stop)) is not None:
                 if item.is_prepared:
                     yield None if item.tokens is None else item.tokens.astype(np.int64)
         finally:

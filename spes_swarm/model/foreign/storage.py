@@ -1,4 +1,4 @@
-"""The places where others' experts can be: the device, or host memory beside a GPU.
+"""The places where others' experts can be: the device, or host memory next to a GPU.
 
 A layer is a module whose buffers are the stored experts of one decoder layer. Each of its passes, forward or backward,
 first fetches them to the device that computes.
@@ -37,7 +37,7 @@ def foreign_bytes(kind: str, stored: int, num_layers: int) -> ForeignBytes:
 
 
 def new_storage(kind: str, device: torch.device) -> ForeignStorage:
-    """Returns the storage of a peer: `kind` is "device" or, beside a GPU, "host"."""
+    """Returns the storage of a peer: `kind` is "device" or, next to a GPU, "host"."""
     if kind == "device":
         return ForeignStorage()
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch does not annotate it

@@ -32,7 +32,7 @@ def print_faults(console: Console, state: SwarmState) -> None:
         table.add_column(title, vertical="top", overflow="fold", no_wrap=title in ("since", "named by"))
     for one in state.excluded:
         since = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.since))
-        table.add_row(*map(Text, (_name(one), _standing(one), since, by_words(one), lie_words(one))))
+        table.add_row(*map(Text, (_name(one), _reputation(one), since, by_words(one), lie_words(one))))
     for other in state.without_duty:
         kinds = ", ".join(other.kinds) or "-"
         table.add_row(*map(Text, (_name(other), "without duty", f"round {other.since}", by_words(other), kinds)))
@@ -51,7 +51,7 @@ def _name(one: Accused) -> str:
     return f"{one.name or '-'} ({one.peer_id[-8:]})"
 
 
-def _standing(one: Excluded) -> str:
+def _reputation(one: Excluded) -> str:
     if one.verified:
         return "excluded"
     return "unproven" if 2 * one.by > one.of else "claimed"

@@ -86,7 +86,7 @@ class SwarmClock:
         """The wall clock minus the steady clock."""
         return wall_clock() - steady_clock()
 
-    def settle(self, offsets: Collection[float]) -> None:
+    def synchronise(self, offsets: Collection[float]) -> None:
         """Sets the clock to the median of other peers' offsets, by a step of any size.
 
         Of an even number, the wall clock decides between the two in the middle. Only for a peer that has not written
@@ -97,10 +97,10 @@ class SwarmClock:
             self._start(median(votes))
         self._settled = self._offset
 
-    def correct(self, offsets: Mapping[str, float], voices: Collection[str] = ()) -> float:
+    def correct(self, offsets: Mapping[str, float], electorate: Collection[str] = ()) -> float:
         """Corrects the clock to the upper median of the other peers' offsets (by peer id) and its own.
 
-        Returns the step in seconds, 0 if the clock makes none. A single offset is ignored if other peers have a voice.
+        Returns the step in seconds, 0 if the clock makes none. A single offset is ignored if the electorate has more.
         One peer cannot move a swarm of three or more. Of two peers, or two halves, the one that is behind adopts the
         other's time: no record expires early then, as the other's records would if the one that is ahead went back.
         The clock is set forward at once, because this peer's records have expired for peers that are ahead. To go back,
@@ -110,7 +110,7 @@ class SwarmClock:
         """
         own = self.offset
         target = median_high([own, *offsets.values()])
-        if not self._is_near(target) or (len(offsets) == 1 and not set(voices) <= offsets.keys()):
+        if not self._is_near(target) or (len(offsets) == 1 and not set(electorate) <= offsets.keys()):
             return 0.0
         step_s = target - own
         if abs(step_s) <= TOLERANCE_S:
@@ -182,13 +182,13 @@ class Timekeeper:
             return {"error": "this peer takes part in another run"}
         return {"time": self.clock.now()}
 
-    async def settle(self, peers: Collection[str]) -> None:
+    async def synchronise(self, peers: Collection[str]) -> None:
         """Takes the time from those of `peers` that answer; to be called before this peer publishes anything."""
-        self.clock.settle((await self._measure(peers)).values())
+        self.clock.synchronise((await self._measure(peers)).values())
 
-    async def check(self, voices: Collection[str]) -> float:
-        """Compares the clock with the peers that have a voice, and corrects it; returns the step in seconds."""
-        step_s = self.clock.correct(await self._measure(voices), voices)
+    async def check(self, electorate: Collection[str]) -> float:
+        """Compares the clock with the electorate's, and corrects it; returns the step in seconds."""
+        step_s = self.clock.correct(await self._measure(electorate), electorate)
         self._report()
         return step_s
 

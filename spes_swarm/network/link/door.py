@@ -70,7 +70,7 @@ class Door:
         self._refused_by: dict[str, str] = {}  # members -> the reason they gave
         self.present: Callable[[], Collection[str]] = tuple  # the other peers, which are told of new acts
         self.on_refusal: Callable[[str], None] = lambda peer_id: None  # called for peers that refuse this one
-        self.voices: Callable[[], Collection[str]] = tuple  # those whose work is in a commit of this peer
+        self.electorate: Callable[[], Collection[str]] = tuple  # those whose work is in a commit of this peer
         self._has_news = False
         self._teller: asyncio.Task[None] | None = None
 
@@ -86,7 +86,7 @@ class Door:
         rpc.open(self)
         if self.is_private:
             await asyncio.gather(*(self._fetch_acts(peer_id, _Asked(0.0)) for peer_id in others))
-            self.members.settle()
+            self.members.resolve()
 
     @property
     def digest(self) -> bytes:
@@ -196,10 +196,10 @@ class Door:
         """Why this peer may no longer take part, as far as it knows, or as most members of a private run say."""
         if not self.admits(me):
             return f"this peer may no longer take part: {self.members.why_not(me, self._now())}"
-        voices = self.voices()
-        reasons = [self._refused_by[peer] for peer in voices if peer in self._refused_by]
+        electorate = self.electorate()
+        reasons = [self._refused_by[peer] for peer in electorate if peer in self._refused_by]
         # In an open run only a proof excludes; a peer that is refused fetches the one against itself.
-        if 2 * len(reasons) > len(voices) and self.is_private and me != self.members.founder:
+        if 2 * len(reasons) > len(electorate) and self.is_private and me != self.members.founder:
             return f"most members refuse this peer: {reasons[0]}"
         return None
 
@@ -215,7 +215,7 @@ class Door:
             _LOGGER.warning("the file of acts cannot be read: %s", exc)
             return
         if self._take(acts):
-            self._tell_others()
+            self._announce_to_others()
 
     def _take(self, acts: Collection[object]) -> list[bytes]:
         """Takes in acts; returns those that are new and valid."""
@@ -239,15 +239,15 @@ class Door:
                 self._file.append(*acts)
         except OSError as exc:
             _LOGGER.warning("acts of the run cannot be kept: %s", exc)
-        self._tell_others()
+        self._announce_to_others()
 
-    def _tell_others(self) -> None:
+    def _announce_to_others(self) -> None:
         """Calls the others, which then see that this peer knows more than they do; at most once in a while."""
         self._has_news = True
         if self._teller is None or self._teller.done():
-            self._teller = asyncio.create_task(self._tell())
+            self._teller = asyncio.create_task(self._announce())
 
-    async def _tell(self) -> None:
+    async def _announce(self) -> None:
         async def call(peer_id: str) -> None:
             with suppress(OSError, ProtocolError):
                 await self._rpc.call(peer_id, "ping", {}, _TIMEOUT_S)

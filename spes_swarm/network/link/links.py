@@ -16,7 +16,7 @@ from spes_swarm.base.address import tcp_endpoint
 from spes_swarm.network.link.reach import greets
 from spes_swarm.network.link.relay import CIRCUIT, is_circuit
 from spes_swarm.network.transport.daemon import Daemon
-from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.members.reputation import Neighbour
 
 _DIRECT_TIMEOUT_S = 6.0  # libp2p itself gives a TCP connection five
 _HEAD_START_S = 1.5  # of a direct connection before relays are tried as well

@@ -67,7 +67,7 @@ class RunDht:
         """Takes the swarm's time and joins the DHT; `options` are passed on to `DHTNode.create`."""
         await self.door.open(self._daemon.peer_id, trust(await self.connected()))
         trusted = await self._trusted(trust)
-        await self._timekeeper.settle(trusted)
+        await self._timekeeper.synchronise(trusted)
         guard = None if self.door.is_visible else Guard(self.door.sees, self._rpc.introduce)
         self._node = await DhtNode.start(
             self._daemon.p2p, initial_peers, validator, self.now, guard, client_mode=client_mode, **options
@@ -75,7 +75,7 @@ class RunDht:
         self.own_maddrs = await self._daemon.maddrs()
         more = await self._trusted(trust)
         if more != trusted:  # the DHT has found them
-            await self._timekeeper.settle(more)
+            await self._timekeeper.synchronise(more)
 
     async def serve(self) -> None:
         """Starts answering other peers."""

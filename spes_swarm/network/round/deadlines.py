@@ -126,13 +126,13 @@ class Timing:
 
 
 async def answers_within(
-    asked: Mapping[int, Coroutine[Any, Any, _Answer | None]], patience_s: float
+    asked: Mapping[int, Coroutine[Any, Any, _Answer | None]], timeout_s: float
 ) -> dict[int, _Answer]:
     """Returns the answers that come in time; if there are none by then, all that come later. None is no answer."""
     tasks = {member: asyncio.create_task(ask) for member, ask in asked.items()}
     try:
         if tasks:
-            await asyncio.wait(tasks.values(), timeout=max(patience_s, 0.0))
+            await asyncio.wait(tasks.values(), timeout=max(timeout_s, 0.0))
         if tasks and all(not task.done() or task.result() is None for task in tasks.values()):
             await asyncio.wait(tasks.values())
         return {i: answer for i, task in tasks.items() if task.done() and (answer := task.result()) is not None}

@@ -313,7 +313,7 @@ class Exchange:
             _LOGGER.info("%s is late again: %s averaged without it", self._name(state, member), parts)
         late = state.reduction.outstanding()
         few = 2 * len(late) <= num_owing
-        if is_past or (few and (is_over or not state.tracks.conduct.is_patient)):
+        if is_past or (few and (is_over or not state.tracks.conduct.may_wait)):
             for member in late:
                 self._give_up(state, member, "was too slow", "late")
         elif late:
@@ -346,8 +346,8 @@ class Exchange:
         others = [i for i in range(state.plan.num_members) if i != state.me]
         cut_off = True
         while True:
-            patience_s = (deadline - asyncio.get_running_loop().time()) / 4  # a frozen member must not use up the time
-            known = await answers_within({i: self._ask_held(state, i) for i in others}, patience_s)
+            timeout_s = (deadline - asyncio.get_running_loop().time()) / 4  # a frozen member must not use up the time
+            known = await answers_within({i: self._ask_held(state, i) for i in others}, timeout_s)
             cut_off = cut_off and not known
             if cut_off:
                 raise RoundError(f"{plural(len(state.results.missing()), 'part')} missing and no other member answers")

@@ -161,7 +161,7 @@ class Proofs:
         exclusions = self._exclusions
         if exclusions.is_culprit(culprit) or exclusions.is_pardoned(culprit, lied) or self._is_to_come(lied):
             return False
-        is_known = self._run.roster.standing.is_member(culprit)
+        is_known = self._run.roster.reputation.is_member(culprit)
         return is_known or (culprit in by_most and len(self._known) < _MAX_WITH_STRANGERS)
 
     def ask_about_me(self, peer_id: str) -> None:
@@ -198,7 +198,7 @@ class Proofs:
 
     async def _fetch(self, peer_id: str, culprit: str) -> bool:
         """Returns True if what came is a proof against the culprit."""
-        is_known = self._run.roster.standing.is_member(culprit)
+        is_known = self._run.roster.reputation.is_member(culprit)
         most = MAX_PROOF_BYTES if is_known else _MAX_BYTES_ABOUT_STRANGERS
         with suppress(*STREAM_ERRORS, ProtocolError):
             async with asyncio.timeout(_FETCH_S):

@@ -106,7 +106,7 @@ class Rendezvous:
             tuple(roster.neighbours(self._window_s)),
             self.run_state.reachable,
             roster.defers,
-            frozenset(roster.standing.without_duty),
+            frozenset(roster.reputation.without_duty),
             self.is_blind(),
         )
         try:
@@ -187,7 +187,7 @@ class Rendezvous:
     def _leaves_out(self, peer_id: str) -> bool:
         """A group that is closed here does not include a peer that only owes, or is out."""
         roster = self.run_state.roster
-        return roster.standing.leaves_out(peer_id) or not roster.admits(peer_id)
+        return roster.reputation.leaves_out(peer_id) or not roster.admits(peer_id)
 
     def _form(self, round_number: int, sealed: Iterable[bytes]) -> Group:
         return form_group(self._run_id, round_number, sealed, self._num_blocks, self.vet)

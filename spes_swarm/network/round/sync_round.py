@@ -68,7 +68,7 @@ class SyncRounds:
             most_of_newcomers=run.most_of_newcomers,
         )
 
-    async def hold(
+    async def run(
         self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None = None
     ) -> RoundReport:
         """Runs one round for `target_round`; see port.commands.RunCommands for the other arguments.
@@ -81,7 +81,7 @@ class SyncRounds:
         try:
             group = await self.rendezvous.join(statement)
         except NoLeaderError:
-            self.run_state.roster.standing.stop_following()
+            self.run_state.roster.reputation.stop_following()
             raise
         self.run_state.group = frozenset(member.peer_id for member in group.members)
         grouped = time.monotonic()
@@ -145,7 +145,7 @@ class SyncRounds:
         assert me is not None
         if group.round != run.reference.round + 1:
             run.swarm_tokens.missed_commits()
-        books = RoundState(
+        state = RoundState(
             group,
             plan,
             me,
@@ -160,58 +160,58 @@ class SyncRounds:
         )
         # Nobody has waited for peers whose records or first answers come during the exchange.
         absent = run.roster.absent({member.peer_id for member in group.members})
-        for peer_id in filter(run.roster.standing.is_member, absent):  # a newcomer may just not be ready yet
+        for peer_id in filter(run.roster.reputation.is_member, absent):  # a newcomer may just not be ready yet
             run.roster.lose(peer_id)
         self.audits.end(keep=plan.taken_back is not None)
         on_late = partial(self.listener.report, "the exchange has exceeded its first deadline")
         try:
             with self.transfer.round_under_way():
-                commit = await self.exchange.run(books, run.roster.standing.grace_s, on_late)
+                commit = await self.exchange.run(state, run.roster.reputation.grace_s, on_late)
         except RoundError:
             self.rendezvous.spend(group)
-            self._note_failure(group, books)
+            self._note_failure(group, state)
             raise
         finally:
             self.listener.on_round_over()
-        self._note_members(group, books, absent)
-        self.audits.begin(books)
+        self._note_members(group, state, absent)
+        self.audits.begin(state)
         run.lineage = common_lineage(group.members).after(group.round, group.id)
         return commit
 
-    def _note_failure(self, group: Group, books: RoundState) -> None:
+    def _note_failure(self, group: Group, state: RoundState) -> None:
         """Records who delivered nothing in an exchange that failed.
 
         Among three or more peers, this peer may just be cut off from the others; but strangers prove nothing. A peer
         whose work is in earlier rounds is left out only if it is alone with this one, which could never commit again.
         """
-        run, standing = self.run_state, self.run_state.roster.standing
+        run, reputation = self.run_state, self.run_state.roster.reputation
         others = {member.peer_id for member in group.members} - {run.identity.peer_id}
-        failed = books.failed_reducers()
+        failed = state.failed_reducers()
         run.tracks.reducers_failed(group.round, failed)
-        standing.exchanged((), {peer for peer in failed if len(others) == 1 or not standing.is_member(peer)})
+        reputation.exchanged((), {peer for peer in failed if len(others) == 1 or not reputation.is_member(peer)})
 
-    def _note_members(self, group: Group, books: RoundState, absent: set[str]) -> None:
+    def _note_members(self, group: Group, state: RoundState, absent: set[str]) -> None:
         """Records which members have delivered: this decides whose claims count later."""
-        run, taken_back = self.run_state, books.plan.taken_back
+        run, taken_back = self.run_state, state.plan.taken_back
         ids = [member.peer_id for member in group.members]
         if taken_back is None:
-            delivered = {ids[i] for result in books.results.known.values() for i in result.included}
+            delivered = {ids[i] for result in state.results.known.values() for i in result.included}
             idle = {m.peer_id for m in group.members if m.statement.tokens} - delivered
-            idle -= {ids[i] for i in books.plan.ignored}  # nothing was asked of them
-            standing = run.roster.standing
-            owing = {peer for peer in books.failed_reducers() | idle if not standing.is_member(peer)}
-            standing.exchanged(delivered, owing - {run.identity.peer_id})
+            idle -= {ids[i] for i in state.plan.ignored}  # nothing was asked of them
+            reputation = run.roster.reputation
+            owing = {peer for peer in state.failed_reducers() | idle if not reputation.is_member(peer)}
+            reputation.exchanged(delivered, owing - {run.identity.peer_id})
             run.roster.committed(delivered, absent | idle)
-            books.record_commit(run.tracks)
-            run.tracks.conduct.note_commit({ids[part.reducer] for part in books.plan.parts})
+            state.record_commit(run.tracks)
+            run.tracks.conduct.note_commit({ids[part.reducer] for part in state.plan.parts})
         else:  # nobody has contributed, so nobody becomes a member by it
-            run.roster.committed(list(filter(run.roster.standing.is_member, ids)), absent)
-            run.tracks.reducers_failed(group.round, books.failed_reducers())
+            run.roster.committed(list(filter(run.roster.reputation.is_member, ids)), absent)
+            run.tracks.reducers_failed(group.round, state.failed_reducers())
             run.tracks.conduct.note_return(group.round, group.id, taken_back.round)
             _LOGGER.info("most members' loss has risen: round %d is taken back", taken_back.round)
-        self._note_duties(group, books.plan)
+        self._note_duties(group, state.plan)
         said = {member.peer_id: member.statement.proven for member in group.members}
-        run.tracks.conduct.exclusions.agreed(group.round, said, {ids[i] for i in books.plan.trusted})
+        run.tracks.conduct.exclusions.agreed(group.round, said, {ids[i] for i in state.plan.trusted})
         for member in group.members:
             run.tracks.conduct.note_key(member.peer_id, member.signer.key)
         if (alarm := run.tracks.standstill()) is not None:
@@ -221,12 +221,12 @@ class SyncRounds:
 
     def _note_duties(self, group: Group, plan: Plan) -> None:
         """Notes who has no duty, and says so when that changes."""
-        standing, tracks = self.run_state.roster.standing, self.run_state.tracks
-        before = standing.without_duty
+        reputation, tracks = self.run_state.roster.reputation, self.run_state.tracks
+        before = reputation.without_duty
         ids, vouched = [m.peer_id for m in group.members], [m.vouched for m in group.members]
         absent = [view.peer_id for view in self.run_state.roster.present() if view.peer_id not in ids]
         now = without_duty(ids, vouched, absent)
-        standing.without_duty = {peer_id: before.get(peer_id, plan.round) for peer_id in sorted(now)}
+        reputation.without_duty = {peer_id: before.get(peer_id, plan.round) for peer_id in sorted(now)}
         ignored, self._ignored = self._ignored, {ids[i] for i in plan.ignored}
         for peer_id in (now - before.keys()) | (self._ignored - ignored):
             own = ", ".join(tracks.conduct.doubts(peer_id, plan.round)) or "nothing"

@@ -67,7 +67,7 @@ class TokenCount:
         }
 
     async def others(self) -> TokenCounts:
-        """Asks the voices among the other peers. For a peer that does not answer, its last record counts."""
+        """Asks the other peers of the electorate. For a peer that does not answer, its last record counts."""
         largest_step = self._roster.largest_step(self.announcer.tokens_per_step)
         limit = 4 * self._clock.inner_steps_after(self._reference.round) * largest_step
         called = False
@@ -94,7 +94,7 @@ class TokenCount:
             number = answer.get("round")
             if _is_integer(number) and number >= self._reference.round:
                 self._roster.hear_round(view.peer_id, number)
-                # A newcomer follows only the initial peers to a round; while it defers, they are its voices.
+                # A newcomer follows only the initial peers to a round; while it defers, they are its electorate.
                 called = called or (self._roster.defers and answer.get("gathering") is True)
             tokens = bounded(answer.get("tokens"), number)
             if not tokens:  # also of a peer that has not committed the last round yet
@@ -106,7 +106,7 @@ class TokenCount:
             speed = min(speed, limit / _TIMEOUT_S)
             return _Count(tokens, speed * begun_s, speed, (asked + answered) / 2)
 
-        views = self._roster.voices()
+        views = self._roster.electorate()
         counts = await asyncio.gather(*(ask(view) for view in views))
         sizes = [max(1, min(view.progress.tokens_per_step, largest_step)) for view in views]
         now = time.monotonic()

@@ -44,7 +44,7 @@ class CatchingUp:
         await self._refresh()
         if if_newer and self._newest_round() <= self._reference.round:
             return None
-        donors = self._donors if self._roster.voices() else self._newest_donors
+        donors = self._donors if self._roster.electorate() else self._newest_donors
         report = await self._transfer.download(donors, partial, on_progress)
         self._transfer.open()
         self._roster.committed()
@@ -53,7 +53,7 @@ class CatchingUp:
     async def swarm_table(self) -> ReferenceTable | None:
         """The table that most donors have, None if no donor answers."""
         await self._refresh()
-        return await self._transfer.vote(self._donors if self._roster.voices() else self._newest_donors)
+        return await self._transfer.vote(self._donors if self._roster.electorate() else self._newest_donors)
 
     async def resync_if_diverged(self) -> CaughtUp | None:
         """Fetches the swarm's reference if no round could bring this peer's up to date, or only at a cost to all peers.
@@ -106,8 +106,8 @@ class CatchingUp:
         if last is None or own >= last:
             return None
         there = [view for view in self._roster.present() if view.progress.state in ("training", "waiting")]
-        voices = self._roster.standing.voices(view.peer_id for view in there)
-        others = [view for view in there if view.peer_id in voices]
+        electorate = self._roster.reputation.electorate(view.peer_id for view in there)
+        others = [view for view in there if view.peer_id in electorate]
         return last if 2 * sum(view.progress.round >= last for view in others) > len(others) else None
 
     async def _round_of_most(self, own_round: int) -> int:
@@ -145,7 +145,7 @@ class CatchingUp:
         In a swarm that trains, it is the round of most peers. If no peer trains, because all have just come back, it is
         that of the newest reference that any peer has.
         """
-        if self._roster.voices():
+        if self._roster.electorate():
             return self._roster.median_round(self._reference.round)
         return max([self._reference.round, *(view.progress.round for view in self._reachable())])
 
@@ -156,10 +156,10 @@ class CatchingUp:
     def _donors(self) -> list[str]:
         """The peers whose tables decide: once this peer has taken part in a round, those that have, too."""
         reachable = self._reachable()
-        members = [v.peer_id for v in reachable if self._roster.standing.is_member(v.peer_id)]
+        members = [v.peer_id for v in reachable if self._roster.reputation.is_member(v.peer_id)]
         return members or [v.peer_id for v in reachable]
 
     def _reachable(self) -> list[PeerView]:
         """The reachable peers that have answered a call, or all reachable ones if none has."""
         present = [v for v in self._roster.present() if v.progress.reachable]
-        return [v for v in present if self._roster.standing.has_answered(v.peer_id)] or present
+        return [v for v in present if self._roster.reputation.has_answered(v.peer_id)] or present

@@ -55,7 +55,7 @@ class ChunkQueue:
         if number is not None:
             del self._pending[number]
         else:
-            overdue = [(since, n) for since, n in self._with_others(donor) if now - since >= self._patience_s(donor)]
+            overdue = [(since, n) for since, n in self._with_others(donor) if now - since >= self._limit_s(donor)]
             if not overdue:
                 return None
             number = min(overdue)[1]
@@ -70,14 +70,14 @@ class ChunkQueue:
         times = [since for since, _ in self._with_others(donor)]
         if not times:
             return None
-        return max(0.0, min(times) + self._patience_s(donor) - now)
+        return max(0.0, min(times) + self._limit_s(donor) - now)
 
     def _with_others(self, donor: str) -> list[tuple[float, int]]:
         """Chunks requested from other donors only, each with the time of its latest request."""
         able = self._able[donor]
         return [(max(d.values()), n) for n, d in self._asked.items() if donor not in d and n in able]
 
-    def _patience_s(self, donor: str) -> float:
+    def _limit_s(self, donor: str) -> float:
         return max(_OVERDUE * self._pace_s.get(donor, self._default_pace_s), _MIN_OVERDUE_S)
 
     def measured(self, donor: str, seconds: float) -> None:

@@ -184,7 +184,7 @@ class Download:
                 queue.add_donor(donor, [n for n, digest in wanted.items() if self._has(has, n, digest)])
                 waiting.append(donor)
 
-        self._tell_progress(table.round)
+        self._report_progress(table.round)
         add(tables)
         try:
             while not queue.finished:
@@ -257,7 +257,7 @@ class Download:
                     heard_at = now
                     num_received += len(frame.payload)
                     report.payload_bytes += len(frame.payload)
-                    self._tell_progress(round_number)
+                    self._report_progress(round_number)
                     answer = arrivals.take(frame)
                     if answer is None:
                         continue
@@ -294,7 +294,7 @@ class Download:
         self._changed.notify()
         return True
 
-    def _tell_progress(self, round_number: int) -> None:
+    def _report_progress(self, round_number: int) -> None:
         now = time.monotonic()
         if now - self._progress_at < _PROGRESS_S:
             return

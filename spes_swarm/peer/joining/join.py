@@ -66,18 +66,18 @@ def join_run(context: SessionContext) -> Joined:
         trainer = make_trainer(context, machine, found, data, memory, held)
         if reach.maddrs:  # more threads than this peer's might not suit others
             one_thread = context.peer.num_threads == 1
-            found.admission.tell_how_to_join(context.console, reach.maddrs, one_thread=one_thread)
+            found.admission.announce_how_to_join(context.console, reach.maddrs, one_thread=one_thread)
     with phase("waiting for peers"):
         reference = wait_for_peers(context, start, reference, announce)
     with phase("loading the weights"):
         load_weights(context, trainer, reference, data)
     with phase("waiting until the other peers train"):
         begin_together(context, announce)
-    _tell_joined(context, found, reach, reference, held)
+    _announce_joined(context, found, reach, reference, held)
     return Joined(found.manifest, trainer)
 
 
-def _tell_joined(
+def _announce_joined(
     context: SessionContext, found: FoundRun, reach: Reach, reference: StartingReference, held: tuple[int, ...]
 ) -> None:
     metrics, first = context.metrics, reference.table.round

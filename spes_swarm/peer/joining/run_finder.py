@@ -210,7 +210,7 @@ class RunFinder:
     def _reach_known_peers(self) -> list[str]:
         """Returns the known addresses of an earlier session if any answers: the run may have continued meanwhile.
 
-        Otherwise a founder that comes back would continue alone, beside the swarm that it founded.
+        Otherwise a founder that comes back would continue alone, next to the swarm that it founded.
         """
         known = usable_peer_addresses(self._directory.known_peers())
         if not known:

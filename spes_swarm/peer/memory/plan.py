@@ -46,7 +46,7 @@ class Plan:
     ranks: int
     batch_size: int  # sequences of a local step, of all ranks together
     micro_batch_size: int  # sequences that a rank computes at a time
-    device: dict[str, int]  # by class, of each GPU; on a CPU in host memory, beside `host`
+    device: dict[str, int]  # by class, of each GPU; on a CPU in host memory, with `host`
     host: dict[str, int]
     peers: int  # in the swarm
     round_bytes: int  # that a peer sends, and as many that it receives; the mean, where experts skip rounds

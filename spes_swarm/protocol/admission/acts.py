@@ -1,4 +1,4 @@
-"""What everybody in a run has to know beside the members' admissions: signed acts. In an open run, only pardons count.
+"""What everybody in a run has to know besides the members' admissions: signed acts. In an open run, only pardons count.
 
     allow    the founder, or somebody who may invite, admits a peer by its id
     revoke   whoever made an invitation, or made one before it, takes it back: for one peer, or for all that it admitted

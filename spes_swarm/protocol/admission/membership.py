@@ -71,7 +71,7 @@ class Membership:
     def terms(self, peer_id: str, now: float, *, shown: bytes | None = None) -> Terms | None:
         """What a peer may do; None if it has not been admitted. An excluded peer may do nothing: see `admits`.
 
-        `shown`: the admission in a statement, empty without one. It alone counts, beside an allowance, so that all who
+        `shown`: the admission in a statement, empty without one. It alone counts, besides an allowance, so that all who
         see the statement come to the same terms. None: any that this peer knows of counts.
         """
         if self.policy == "open" or peer_id == self.founder:
@@ -160,7 +160,7 @@ class Membership:
         is_new = bool(chain.limits) and self._is_valid(chain, peer_id, now) and self.add(act)
         return act if is_new else None
 
-    def settle(self, peers: Iterable[str] | None = None) -> None:
+    def resolve(self, peers: Iterable[str] | None = None) -> None:
         """Notes that nobody takes the place of these peers, or of all that have one, in an invitation any more."""
         limits = {limit for _, act in self._acts.values() if isinstance(act, Allow | Use) for limit in act.chain.limits}
         settled = None if peers is None else set(peers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.members.reputation import Neighbour
 
 # A follower polls its leader at least this often. One that is silent for a second more than three times that is gone.
 POLL_S = 1.0
@@ -96,7 +96,7 @@ class Gathering:
         """Returns True while this gathering waits for a peer; `late_until`: at least until then."""
         if self.opened is None:
             return True
-        limit_s = min(peer.patience_s, self.window_s)
+        limit_s = min(peer.wait_s, self.window_s)
         if limit_s < self.window_s:  # it has missed rounds
             late_until = 0.0
         return now < max(self._awaits_all_until, self.opened + limit_s, late_until)

@@ -12,7 +12,7 @@ from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.protocol.meeting.gathering import BEHIND, IDLE, POLL_S, Calling, Gathering
 from spes_swarm.protocol.meeting.outputs import Answer, Call, Called, Fault, Reply
 from spes_swarm.protocol.meeting.state import State
-from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.members.reputation import Neighbour
 
 # How often a leader waits for most of the electorate; by then, those that followed another leader have passed it over.
 _MOST_WAITS = 3
@@ -195,7 +195,7 @@ class Leading:
         if peer.peer_id == self._state.view.me:
             return bool(self._state.leader_in(number))
         failed = self._state.known(number).failed()
-        return peer.has_voice and peer.peer_id not in failed and gathering.reported.get(peer.peer_id) in failed
+        return peer.in_electorate and peer.peer_id not in failed and gathering.reported.get(peer.peer_id) in failed
 
     def _hear(self, peer: str, number: int, gathering: Gathering, answer: Answer) -> None:
         """Hears what a missing peer answers."""

@@ -342,7 +342,7 @@ class Meeting:
         gathering = self._leading.gathering(attempt.round)
         gathering.redirect = None  # or it would call nobody
         # An honest leader does not wait for those that have missed rounds.
-        unawaited = {n.peer_id for n in state.view.neighbours if n.patience_s < state.window_s}
+        unawaited = {n.peer_id for n in state.view.neighbours if n.wait_s < state.window_s}
         answers = gathering.answers(since)  # since the leader had closed the group
         trained = {peer for peer, what in answers.items() if what == IDLE}
         on_their_way = {peer for peer, what in answers.items() if what not in (IDLE, BEHIND)}

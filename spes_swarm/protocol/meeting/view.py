@@ -1,6 +1,6 @@
 """What one peer knows of the others at one moment: whose claims about a round count, and who may lead it.
 
-Only members of the electorate, whose claims count (see standing.py), lead rounds, call for a round or start to gather
+Only members of the electorate, whose claims count (see reputation.py), lead rounds, call for a round or start to gather
 one. The peers of a round rank each other by a hash of (run, round, peer id).
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from spes_swarm.protocol.members.standing import Neighbour
+from spes_swarm.protocol.members.reputation import Neighbour
 
 
 def rank(run_id: str, round_number: int, peer_id: str) -> bytes:
@@ -34,12 +34,12 @@ class View:
 
     def electorate(self) -> set[str]:
         """The other peers whose claims count here. A peer that defers has no members yet, so it counts all of them."""
-        return {n.peer_id for n in self.neighbours if n.has_voice or self.defers}
+        return {n.peer_id for n in self.neighbours if n.in_electorate or self.defers}
 
     def best_leader(self, round_number: int, failed: Collection[str]) -> str | None:
         """Returns the best-ranked peer that may lead a round and has not failed."""
         able = [n for n in self.neighbours if n.reachable and n.peer_id not in failed]
-        candidates = [n.peer_id for n in able if n.has_voice]
+        candidates = [n.peer_id for n in able if n.in_electorate]
         if self.defers:
             candidates = candidates or [n.peer_id for n in able]
         elif self.reachable and self.me not in failed:
@@ -48,7 +48,7 @@ class View:
 
     def is_better(self, leader: str, round_number: int) -> bool:
         """Returns True if a peer may lead a round and ranks before this one."""
-        able = {n.peer_id for n in self.neighbours if n.reachable and n.has_voice}
+        able = {n.peer_id for n in self.neighbours if n.reachable and n.in_electorate}
         return leader in able and self.ranks_before(leader, self.me, round_number)
 
     def ranks_before(self, leader: str, other: str, round_number: int) -> bool:

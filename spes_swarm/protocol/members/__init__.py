@@ -1,4 +1,4 @@
 """Who takes part: identities, signed records, and whose claims count.
 
-Start with `standing`: identities are free, so only peers whose work this peer has committed count.
+Start with `reputation`: identities are free, so only peers whose work this peer has committed count.
 """

@@ -1,7 +1,7 @@
 """Which peers are in the swarm right now, according to their signed records and this peer's own calls.
 
-Every peer with a live record is *present*. The swarm's round, its tokens and its pace are derived only from *voices*,
-the peers whose claims count; see standing.py.
+Every peer with a live record is *present*. The swarm's round, its tokens and its pace are derived only from the
+*electorate*, the peers whose claims count; see reputation.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from statistics import median_high, median_low
 
 from spes_swarm.protocol.members.records import Progress
+from spes_swarm.protocol.members.reputation import Neighbour, Reputation
 from spes_swarm.protocol.members.routing_report import count_claims
-from spes_swarm.protocol.members.standing import Neighbour, Standing
 
 # Records are written and read about once a second; for this long, a peer's answer counts as newer than its record.
 _ANSWER_NEWER_S = 4.0
@@ -42,7 +42,7 @@ class Roster:
 
     me: str  # this peer's id
     progress_ttl_s: float = math.inf  # lifetime of an honest progress record
-    standing: Standing = field(default_factory=Standing)  # which of the others have taken part in rounds
+    reputation: Reputation = field(default_factory=Reputation)  # which of the others have taken part in rounds
     peers: dict[str, PeerView] = field(default_factory=dict)  # all peers with an unexpired record
     admits: Callable[[str], bool] = lambda peer_id: True  # whether a peer may take part; others are not present
     committed_at: float = field(default_factory=time.monotonic)  # monotonic time of this peer's last commit
@@ -107,7 +107,7 @@ class Roster:
         """
         self.committed_at = time.monotonic()
         if took_part or absent:
-            self.standing.committed(self.committed_at, {*took_part} - {self.me}, {*absent} - {self.me})
+            self.reputation.committed(self.committed_at, {*took_part} - {self.me}, {*absent} - {self.me})
 
     def present(self) -> list[PeerView]:
         """All other peers with a live record, whatever they are doing."""
@@ -122,7 +122,7 @@ class Roster:
 
     def answering(self) -> list[PeerView]:
         """The present peers that have answered a call, which proves that a process is behind the record."""
-        return [view for view in self.present() if self.standing.has_answered(view.peer_id)]
+        return [view for view in self.present() if self.reputation.has_answered(view.peer_id)]
 
     def training(self) -> list[PeerView]:
         """The present peers whose records say that they are training."""
@@ -130,39 +130,39 @@ class Roster:
 
     def absent(self, members: Collection[str]) -> set[str]:
         """Peers in training that are not among the members of a group, although they have answered a call."""
-        answered = filter(self.standing.has_answered, (view.peer_id for view in self.training()))
+        answered = filter(self.reputation.has_answered, (view.peer_id for view in self.training()))
         return set(answered).difference(members)
 
-    def voices(self) -> list[PeerView]:
-        """The other peers in training whose claims count; see standing.py."""
+    def electorate(self) -> list[PeerView]:
+        """The other peers in training whose claims count; see reputation.py."""
         training = self.training()
-        voices = self.standing.voices(view.peer_id for view in training)
-        return [view for view in training if view.peer_id in voices]
+        electorate = self.reputation.electorate(view.peer_id for view in training)
+        return [view for view in training if view.peer_id in electorate]
 
     @property
     def defers(self) -> bool:
         """Returns True if this peer leaves leading rounds to its initial peers."""
-        return self.standing.defers(view.peer_id for view in self.training())
+        return self.reputation.defers(view.peer_id for view in self.training())
 
     def neighbours(self, window_s: float) -> list[Neighbour]:
         """The peers in training that may take part in a round, with how long the round waits for each of them."""
-        training = {v.peer_id: v for v in self.training() if self.standing.has_answered(v.peer_id)}
-        training |= {view.peer_id: view for view in self.voices()}
-        patience = self.standing.patience(training, window_s)
-        voices = self.standing.voices(training)
+        training = {v.peer_id: v for v in self.training() if self.reputation.has_answered(v.peer_id)}
+        training |= {view.peer_id: view for view in self.electorate()}
+        wait_s = self.reputation.wait_times(training, window_s)
+        electorate = self.reputation.electorate(training)
         return [
-            Neighbour(peer, view.progress.reachable, has_voice=peer in voices, patience_s=patience[peer])
+            Neighbour(peer, view.progress.reachable, in_electorate=peer in electorate, wait_s=wait_s[peer])
             for peer, view in training.items()
         ]
 
     def median_round(self, own_round: int) -> int:
-        """The upper median of the committed rounds that the voices report, with `own_round` included.
+        """The upper median of the committed rounds that the electorate reports, with `own_round` included.
 
         Not the maximum: one peer's claim must not move the swarm. With two peers it is the larger.
         """
         now = time.monotonic()
         heard = {peer: number for peer, (number, until) in self._heard.items() if until > now}
-        rounds = [max(view.progress.round, heard.get(view.peer_id, 0)) for view in self.voices()]
+        rounds = [max(view.progress.round, heard.get(view.peer_id, 0)) for view in self.electorate()]
         return median_high([own_round, *rounds])
 
     def swarm_round(self, own_round: int) -> int:
@@ -170,26 +170,26 @@ class Roster:
         return max(own_round, self.median_round(own_round))
 
     def swarm_tokens(self, at_round: int) -> int:
-        """The lower median of the swarm's token counts that voices at this round report; 0 if none reports one."""
+        """The lower median of the swarm's token counts that the electorate at this round reports; 0 without any."""
         present = self.present()
-        voices = self.standing.voices(view.peer_id for view in present)
-        at_this_round = [view for view in present if view.peer_id in voices and view.progress.round == at_round]
+        electorate = self.reputation.electorate(view.peer_id for view in present)
+        at_this_round = [view for view in present if view.peer_id in electorate and view.progress.round == at_round]
         counts = [view.progress.swarm_tokens for view in at_this_round]
         return median_low([count for count in counts if count] or [0])
 
     def data_positions(self) -> tuple[int, ...]:
-        """Returns the furthest position of a voice in each data set that the peers divide.
+        """Returns the furthest position of the electorate in each data set that the peers divide.
 
         The maximum avoids repeating what any of them has trained on. A false claim moves a newcomer to another place in
         the order, never to other data.
         """
-        claims = [view.progress.data for view in self.voices() if view.progress.data]
+        claims = [view.progress.data for view in self.electorate() if view.progress.data]
         length = max(map(len, claims), default=0)
         return tuple(max(claim[i] for claim in claims if len(claim) == length) for i in range(length))
 
     def dead_votes(self) -> tuple[dict[int, int], int]:
-        """Returns how many voices call each expert dead, and how many have judged theirs; see routing_report.py."""
-        claims = [view.progress.dead for view in self.voices() if view.progress.dead is not None]
+        """Returns how many of the electorate call each expert dead, and how many have judged; see routing_report.py."""
+        claims = [view.progress.dead for view in self.electorate() if view.progress.dead is not None]
         return dict(count_claims(claims)), len(claims)
 
     def largest_step(self, own: int) -> int:
@@ -197,13 +197,13 @@ class Roster:
 
         Without the bound, one record with an absurd number would keep rounds from ever being due.
         """
-        sizes = [own, *(view.progress.tokens_per_step for view in self.voices())]
+        sizes = [own, *(view.progress.tokens_per_step for view in self.electorate())]
         return MAX_STEP_RATIO * median_low([size for size in sizes if size > 0] or [1])
 
     def tokens_per_step(self, own: int) -> int:
         """Sum of the other peers' tokens per step, each capped at `largest_step`."""
         limit = self.largest_step(own)
-        return sum(min(view.progress.tokens_per_step, limit) for view in self.voices())
+        return sum(min(view.progress.tokens_per_step, limit) for view in self.electorate())
 
     def tokens_since_commit(self, own_round: int, horizon_s: float) -> float:
         """Estimate of the tokens that the others have processed since the last commit.
@@ -212,7 +212,7 @@ class Roster:
         """
         now = time.monotonic()
         total = 0.0
-        for view in self.voices():
+        for view in self.electorate():
             progress = view.progress
             if progress.round >= own_round and view.seen_at >= self.committed_at:
                 base, since = float(progress.tokens), view.seen_at

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from spes_swarm.protocol.bitmap import bitmap, members_of
 from spes_swarm.protocol.members.records import Lease
-from spes_swarm.protocol.members.standing import Standing
+from spes_swarm.protocol.members.reputation import Reputation
 from spes_swarm.protocol.ownership.reassignment import (
     Holding,
     Rules,
@@ -20,7 +20,7 @@ from spes_swarm.protocol.ownership.reassignment import (
     reassign,
     reserved_experts,
     reserving,
-    settle,
+    resolve,
 )
 from spes_swarm.protocol.rounds.plan import Plan
 from spes_swarm.protocol.rounds.statement import Group
@@ -40,14 +40,14 @@ class Leases:
     """The experts of one peer, and which of the others' leases count.
 
     Leases are read again and again from network/link/dht_records.py, which drops those that are past the end that they
-    state. Only those of voices reserve experts.
+    state. Only those of electorate reserve experts.
     """
 
     me: str
     num_experts: int
     rules: Rules
     lease_s: float = math.inf  # lifetime of an honest lease
-    standing: Standing = field(default_factory=Standing)
+    reputation: Reputation = field(default_factory=Reputation)
     held: tuple[int, ...] = field(default=(), init=False)  # the experts that this peer trains now
     room: int = field(default=0, init=False)
     fixed: bool = field(default=False, init=False)
@@ -63,7 +63,7 @@ class Leases:
         self._seen = {
             peer: known if (known := self._seen.get(peer)) and known[0] == lease.expires else (lease.expires, now)
             for peer, lease in records.items()
-            if self.standing.has_answered(peer)
+            if self.reputation.has_answered(peer)
         }
         self._others = {
             peer: records[peer].experts
@@ -76,18 +76,18 @@ class Leases:
         self.held = choose_experts(self._others, self.me, self.num_experts, want, self.rules)
         return self.held
 
-    def settle(self) -> bool:
+    def resolve(self) -> bool:
         """Gives up experts that others with a better claim chose at the same time. Returns True if unchanged."""
         before, self.held = (
             self.held,
-            settle({**self._others, self.me: self.held}, self.me, self.num_experts),
+            resolve({**self._others, self.me: self.held}, self.me, self.num_experts),
         )
         return self.held == before
 
     @property
     def leased_bitmap(self) -> bytes:
-        """For the statement: the experts that voices' unexpired leases reserve, so that orphans are not adopted."""
-        leases = {peer: self._others[peer] for peer in self.standing.voices(self._others)}
+        """For the statement: the experts that the electorate's leases reserve, so that orphans are not adopted."""
+        leases = {peer: self._others[peer] for peer in self.reputation.electorate(self._others)}
         return bitmap(reserving(leases, self.num_experts, self.rules), self.num_experts)
 
     def after_commit(self, group: Group, plan: Plan) -> ExpertChange:

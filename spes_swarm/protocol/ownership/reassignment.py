@@ -87,7 +87,7 @@ def reserving(leases: ExpertsByPeer, num_experts: int, rules: Rules) -> set[int]
     return reserved
 
 
-def settle(leases: ExpertsByPeer, me: str, num_experts: int) -> tuple[int, ...]:
+def resolve(leases: ExpertsByPeer, me: str, num_experts: int) -> tuple[int, ...]:
     """What `me` should hold after several peers chose at the same time.
 
     An expert that others hold too is given up for one without a holder, unless this peer has the best claim to it.

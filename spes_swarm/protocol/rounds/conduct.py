@@ -281,7 +281,7 @@ class Conduct:
             passed_s: how long the exchange took.
             waited: this peer, as a reducer, waited for a member that was late.
         """
-        self._hold_faults(round_number)
+        self._record_faults(round_number)
         self._waits.append(waited)
         contributed_s = {peer: delivery.contributed_s for peer, delivery in deliveries.items()}
         late_contributors = late(contributed_s, trusted, usual_s, slack_s)
@@ -302,7 +302,7 @@ class Conduct:
             paces = [1e6 * min(delivery.contributed_s, 2 * passed_s) / delivery.elements for delivery in measure]
             self._paces[max(delivery.elements for delivery in measure).bit_length()].append(median_low(paces))
 
-    def _hold_faults(self, round_number: int) -> None:
+    def _record_faults(self, round_number: int) -> None:
         failed, self._faults = self._faults, {}
         if 2 * len(failed) < max(len(self._others), 3):  # with half of them gone, this peer itself may be cut off
             for peer, kind in failed.items():
@@ -314,7 +314,7 @@ class Conduct:
         return float(median(self._paces[max(self._paces)])) if self._paces else 0.0
 
     @property
-    def is_patient(self) -> bool:
+    def may_wait(self) -> bool:
         """Returns True if this peer may wait for a member that is late for once."""
         return sum(self._waits) < _TOLERATED_WAITS
 

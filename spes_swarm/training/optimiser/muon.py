@@ -66,7 +66,7 @@ class _Range:
 
 
 def step_bytes(matrices: Sequence[int], device: torch.device) -> int:
-    """Returns the bytes that a step takes at most beside weights, gradients and moments.
+    """Returns the bytes that a step takes at most in addition to weights, gradients and moments.
 
     `matrices` has the elements of each hidden matrix, and of each matrix of an expert (gate and up count as one).
     """

@@ -89,7 +89,7 @@ def run_step(group: RankGroup, model: SparseModel, own: Gradients, step: Step, d
     Raises:
         RankError: another rank of this peer has ended, or this one is out of memory.
     """
-    model.hold(step.held)
+    model.set_held(step.held)
     exchange_weights(group, model, step)
     batch_BS = torch.empty(step.batch_shape, dtype=torch.int64, device=device)
     group.broadcast([batch_BS])

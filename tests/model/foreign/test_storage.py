@@ -62,7 +62,7 @@ def steps(model: SparseModel, device: torch.device = CPU) -> Iterator[list[Tenso
     ids = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(1)).to(device)
     rng = np.random.default_rng(0)
     for held in ((1, 4), (0, 4, 5), (0, 1, 2, 3, 4, 5), (2,)):
-        model.hold(held)
+        model.set_held(held)
         for block in model.layout.blocks:
             model.write_block(block.index, rng.standard_normal(block.size, dtype=np.float32) * np.float32(0.1))
         model.module.train()

@@ -68,7 +68,7 @@ def test_every_class_is_that_of_a_step_that_is_taken(
     steps = 4 * len(made.state)  # step counts
     assert planned.optimiser == classes["shared_optimizer"] + classes["held_optimizer"] - steps
     weights = sum(classes[f"{name}_parameters"] for name in ("shared", "held", "foreign"))
-    # The model has small tables beside its weights: slots, counts, frequencies of its rotary embedding.
+    # The model has small tables besides its weights: slots, counts, frequencies of its rotary embedding.
     assert weights <= planned.weights <= weights + 100_000
     assert planned.peak - planned.optimiser == pytest.approx(taken, rel=0.05)
     assert of_step - planned.optimiser <= planned.temporary

@@ -182,7 +182,7 @@ def test_the_momentum_of_experts_that_stay_follows_a_change_of_holdings(form: st
     optimisers = [make_optimiser(model, TRAINING, form=form) for model in (changed, steady)]
     for model, optimiser in zip((changed, steady), optimisers, strict=True):
         train(model, optimiser, range(2))
-    changed.hold((0, 2, 3, 7), optimisers[0])
+    changed.set_held((0, 2, 3, 7), optimisers[0])
     adopted = dict(changed.trainable_parameters())[GATE_UP]
     momentum = torch.empty(adopted.shape)
     optimisers[0].read_moment(adopted, *MOMENTUM, momentum.view(-1))

@@ -105,7 +105,7 @@ def test_the_moments_of_experts_that_stay_follow_a_change_of_holdings(form: str,
     train(optimiser, 2)
     name = "model.layers.1.mlp.experts.gate_up_proj"
     old = {kind: moment(optimiser, dict(model.trainable_parameters())[name], kind) for kind in MOMENTS}
-    model.hold(after, optimiser)
+    model.set_held(after, optimiser)
     stack = dict(model.trainable_parameters())[name]
     for kind in MOMENTS:
         rows = moment(optimiser, stack, kind)

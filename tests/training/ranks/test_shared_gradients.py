@@ -101,7 +101,7 @@ def test_the_other_rank_ends_with_one_line(tmp_path: Path, killed: int) -> None:
         ranks[killed].process.kill()
         code, output = ranks[1 - killed].end()
         assert code == 1
-    if killed == 1:  # rank 0 has left in order: with a checkpoint of its last step
+    if killed == 1:  # rank 0 has left gracefully: with a checkpoint of its last step
         assert [event["kind"] for event in read_events(tmp_path / "two" / "metrics.jsonl", "fault")] == ["rank"]
         (checkpoint,) = (tmp_path / "two" / "checkpoints").glob("round-*")
         steps = read_events(tmp_path / "two" / "metrics.jsonl", "step")

@@ -57,7 +57,7 @@ class Known:
     without_duty: tuple[WithoutDuty, ...] = ()
 
 
-class RoundBook:
+class RoundAggregate:
     """The peers' reports of one round.
 
     A peer's record of rounds has them all, and their figures do not change: once each member's are there, all monitors

@@ -23,7 +23,7 @@ _MAX_UNDER_WAY = 32
 
 
 @dataclass(eq=False)
-class Greetings:
+class PeerGreeter:
     """Greets peers, and answers their greetings with this peer's own addresses, none while it cannot be reached."""
 
     rpc: Rpc
@@ -51,7 +51,7 @@ class Greetings:
         now = time.monotonic()
         present = {view.peer_id for view in self.roster.present()}
         self._tried_at = {peer: at for peer, at in self._tried_at.items() if peer in present}
-        silent = {peer for peer in present if not self.roster.standing.has_answered(peer)}
+        silent = {peer for peer in present if not self.roster.reputation.has_answered(peer)}
         due = [peer for peer in silent if now - self._tried_at.get(peer, -math.inf) >= _RETRY_S]
         # Records without a peer behind them cost an attacker nothing. However many there are, the peer that has waited
         # longest is next.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spes_swarm.network.link import greetings as greetings_module
-from spes_swarm.network.link.greetings import Greetings
+from spes_swarm.network.link.peer_greeter import PeerGreeter
 from spes_swarm.protocol.members.roster import Roster
 from tests.helpers.records import progress
 
@@ -33,17 +33,17 @@ def test_silent_records_keep_nobody_from_being_called(monkeypatch: pytest.Monkey
         rpc: Any = SimpleNamespace(call=never)
         known_peers: Any = SimpleNamespace(of=lambda peers: [])
         nowhere: Any = None
-        greetings = Greetings(rpc, roster, known_peers, list, nowhere)
+        greeter = PeerGreeter(rpc, roster, known_peers, list, nowhere)
         ghosts = {f"ghost{i}": progress() for i in range(200)}
-        greetings.greet_soon(roster.update(ghosts))
-        greetings.greet_soon(roster.update({**ghosts, "a": progress(), "b": progress()}))
+        greeter.greet_soon(roster.update(ghosts))
+        greeter.greet_soon(roster.update({**ghosts, "a": progress(), "b": progress()}))
         for _ in range(8):  # the calls under way end, and their places are free
             await asyncio.sleep(0.01)
             hang_up[-1].set()
             await asyncio.sleep(0.01)
             hang_up.append(asyncio.Event())
             clock.now += 12.0
-            greetings.greet_soon([])
+            greeter.greet_soon([])
         await asyncio.sleep(0.01)
         hang_up[-1].set()
 

@@ -47,8 +47,8 @@ class Neighbour:
 
     peer_id: str
     reachable: bool
-    has_voice: bool = True  # its claims count
-    patience_s: float = math.inf  # how long a round waits for it; the window or more: until it ends
+    in_electorate: bool = True  # its claims count
+    wait_s: float = math.inf  # how long a round waits for it; the window or more: until it ends
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _Member:
     missed: deque[bool] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_ROUNDS))  # newest last
 
 
-class Standing:
+class Reputation:
     """Which peers have taken part in rounds, and how reliably.
 
     Times are those of one monotonic clock, in seconds.
@@ -108,7 +108,7 @@ class Standing:
         """Returns True if a peer has ever answered a call or taken part in a round."""
         return peer_id in self._answered or peer_id in self._members
 
-    def voices(self, peers: Iterable[str]) -> set[str]:
+    def electorate(self, peers: Iterable[str]) -> set[str]:
         """Those of `peers` whose claims count."""
         peers = set(peers)
         if self._members:
@@ -117,18 +117,17 @@ class Standing:
             return peers & self._initial_peers
         return {peer for peer in peers if self.has_answered(peer)}
 
-    def clock_voices(self, peers: Iterable[str], now: float) -> set[str]:
+    def clock_electorate(self, peers: Iterable[str], now: float) -> set[str]:
         """Those of `peers` whose clocks count.
 
         These are the members within CLOCK_MEMORY_S of their last round, or all members if there is none such. Before
-        this peer's first round they are its initial peers, or the voices if none of these is present.
+        this peer's first round they are its initial peers, or the electorate if none of these is present.
         """
         peers = set(peers)
-        voices = self.voices(peers) if self._members else peers & self._initial_peers or self.voices(peers)
-        recent = {
-            peer for peer in voices & self._members.keys() if now - self._members[peer].last_commit <= CLOCK_MEMORY_S
-        }
-        return recent or voices
+        electorate = self.electorate(peers) if self._members else peers & self._initial_peers or self.electorate(peers)
+        members = electorate & self._members.keys()
+        recent = {peer for peer in members if now - self._members[peer].last_commit <= CLOCK_MEMORY_S}
+        return recent or electorate
 
     def committed(self, now: float, took_part: Collection[str], absent: Collection[str]) -> None:
         """Notes which other peers' work is in a round, and which live peers in training were absent or delivered
@@ -175,7 +174,7 @@ class Standing:
         """What a member may take longer than the others: a share of a round, in seconds; inf before two commits."""
         return max(GRACE_SHARE * self._round_s, MEMBER_GRACE_S)
 
-    def patience(self, peers: Iterable[str], window_s: float) -> dict[str, float]:
+    def wait_times(self, peers: Iterable[str], window_s: float) -> dict[str, float]:
         """How long a round waits for each of these live peers, in seconds; at most `window_s`."""
         peers = set(peers)
         awaited = self._newcomers_awaited(peers)
