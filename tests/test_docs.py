@@ -1,4 +1,4 @@
-"""The documentation: its site builds, its links lead somewhere, and its commands have the flags that they use."""
+"""The documentation: its site builds, and its links lead somewhere; tests/config/test_command_line.py has its flags."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-# Not the notebook: its commands are those of the commits that it names.
-PAGES = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "experiments.md")]
 
 
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
@@ -42,30 +40,3 @@ def test_links_of_pages_outside_the_site_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
-
-
-def _commands() -> list[tuple[str, str, list[str]]]:
-    """Every `python -m spes_swarm.NAME` in the pages: page, name and flags."""
-    found = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
-        for line in text.splitlines():
-            for name, rest in re.findall(r"python -m spes_swarm\.(\w+)((?: (?!#)[^`|]*)?)", line):
-                flags = re.findall(r"(?<=\s)--[a-z][a-z-]*", rest.partition(" # ")[0])
-                found.append((str(page.relative_to(ROOT)), name, flags))
-    return found
-
-
-def test_commands_in_the_pages_have_the_flags_that_they_use() -> None:
-    commands = _commands()
-    assert len({name for _, name, _ in commands}) > 8
-    helps: dict[str, str] = {}
-    for page, name, flags in commands:
-        if name not in helps:
-            shown = subprocess.run(
-                [sys.executable, "-m", f"spes_swarm.{name}", "--help"], capture_output=True, text=True, check=False
-            )
-            assert shown.returncode == 0, f"{page}: {name}: {shown.stderr}"
-            helps[name] = shown.stdout
-        for flag in flags:
-            assert re.search(rf"{flag}(?![\w-])", helps[name]), f"{page}: spes_swarm.{name} has no {flag}"

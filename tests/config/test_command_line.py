@@ -158,11 +158,20 @@ def test_flags_set_the_fields_after_which_they_are_named() -> None:
     }
 
 
-def test_the_flags_in_the_readme_are_those_of_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    commands = re.findall(r"-m spes_swarm\.(\w+)((?: [^\n`#]*)?)", readme)
-    assert len(commands) > 10
-    for module, arguments in commands:
-        module = "monitor.__main__" if module == "monitor" else module
-        flags = set(re.findall(r"--[a-z-]+", outcome(capsys, module, "--help")[1]))
-        assert set(re.findall(r"--[a-z-]+", arguments)) <= flags, (module, arguments)
+def test_the_flags_in_the_pages_are_those_of_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    commands = [
+        (str(page.relative_to(ROOT)), *found)
+        for page in pages
+        if page.name != "experiments.md"  # its commands are those of the commits that it names
+        for found in re.findall(
+            r"-m spes_swarm\.(\w+)((?: [^\n`#|]*)?)", page.read_text(encoding="utf-8").replace("\\\n", " ")
+        )
+    ]
+    assert len({module for _, module, _ in commands}) > 8
+    known: dict[str, set[str]] = {}
+    for page, module, arguments in commands:
+        if module not in known:
+            name = "monitor.__main__" if module == "monitor" else module
+            known[module] = set(re.findall(r"--[a-z-]+", outcome(capsys, name, "--help")[1]))
+        assert set(re.findall(r"--[a-z-]+", arguments)) <= known[module], (page, module, arguments)
