@@ -125,7 +125,7 @@ class Trainer:
                     self._train_step()
                 self._poll_background()
         if isinstance(self._rounds.state, UnderWay):
-            self._rounds.wait()
+            self._rounds.await_end()
         self._leaving.hand_over()
         if self._profiler is not None:
             self._profiler.stop()

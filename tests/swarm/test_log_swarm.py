@@ -105,7 +105,7 @@ def test_a_signal_during_a_stuck_exchange_names_the_member_and_the_parts(tmp_pat
         subprocess.run(command, check=True, timeout=REASONABLE_S, env={**os.environ, "HF_TOKEN": TOKEN})
     exchange = log.rpartition("exchange of round 2 with 2 members, under way: ")[2]
     assert re.search(rf"awaited from {who}: contributions to parts \d.*; results of parts \d", exchange)
-    assert "_train_step" in log or "_await_round" in log  # the trainer's stack
+    assert "_train_step" in log or "await_end" in log  # the trainer's stack
     assert "Exchange.run" in log  # the network process's tasks
     assert f"stream {peer.events('join')[0]['run_id']}/p" in log
     assert f"peer {who} " in log

@@ -97,4 +97,4 @@ class Leaving:
         if not self.rounds.begin(leaving=True):
             self.rounds.restart()  # the others must still learn that it leaves
             self.rounds.begin(leaving=True)
-        return self.rounds.wait(self._limit_s)
+        return self.rounds.await_end(self._limit_s)

@@ -86,7 +86,7 @@ class Rounds:
         elif self.run.round.overlap:
             return False
         else:
-            self.wait()
+            self.await_end()
         return True
 
     def _due(self) -> bool:
@@ -125,7 +125,7 @@ class Rounds:
         self.state = UnderWay(taken, loss_rose, leaving, exchange, future)
         return True
 
-    def wait(self, limit_s: float | None = None) -> CommitReport | None:
+    def await_end(self, limit_s: float | None = None) -> CommitReport | None:
         """Waits for the current round; once `stop` is set, for at most `limit_s` (default: two stall timeouts).
 
         Returns the commit that it has ended with, None if there is none.
@@ -148,7 +148,7 @@ class Rounds:
         return self.end()
 
     def end(self) -> CommitReport | None:
-        """Follows the current round, which is over; returns as `wait`."""
+        """Follows the current round, which is over; returns as `await_end`."""
         assert isinstance(self.state, UnderWay)
         ended, self.state = self.state, Idle()
         ended.exchange.__exit__(None, None, None)
@@ -169,7 +169,7 @@ class Rounds:
         learner = self.learner
         if isinstance(self.state, UnderWay):
             learner.reset()  # now, because the commit may save a checkpoint
-            self.wait()
+            self.await_end()
         detail = f"the loss is NaN or infinite: restarting from round {learner.round}'s reference"
         self.reporter.warn("diverged", detail)
         learner.restart()
