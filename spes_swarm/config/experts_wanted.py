@@ -7,6 +7,7 @@ from typing import Self
 
 from spes_swarm.base.errors import ConfigError
 from spes_swarm.base.wording import one_to
+from spes_swarm.config.model_size import MAX_EXPERTS
 
 EXPERTS_FORMS = "auto, a number of experts, or experts such as 0,3,5"
 
@@ -27,7 +28,8 @@ class ExpertsWanted:
         """Parses `--experts`.
 
         Raises:
-            ConfigError: none of these, no expert at all, or one named twice; the message lacks the name of the setting.
+            ConfigError: none of these, no expert at all, more than any model has, or one named twice; the message lacks
+                the name of the setting.
         """
         words = [word.strip() for word in text.split(",")]
         if words == ["auto"]:
@@ -42,11 +44,11 @@ class ExpertsWanted:
         if not is_list:
             if numbers == [0]:
                 raise ConfigError(f"found {text!r}, expected at least 1 expert (for expert 0: '0,')")
-            return cls(text, numbers[0], None)
+            return cls(text, numbers[0], None)._within(MAX_EXPERTS)
         for number in numbers:
             if numbers.count(number) > 1:
                 raise ConfigError(f"found {text!r}, expected each expert once ({number} is repeated)")
-        return cls(text, len(numbers), tuple(sorted(numbers)))
+        return cls(text, len(numbers), tuple(sorted(numbers)))._within(MAX_EXPERTS)
 
     def check(self, num_experts: int) -> None:
         """Refuses what a model with that many experts does not have.
@@ -54,12 +56,18 @@ class ExpertsWanted:
         Raises:
             ConfigError: it has fewer experts, or lacks one that is named.
         """
+        try:
+            self._within(num_experts)
+        except ConfigError as exc:
+            raise ConfigError(f"experts: {exc}") from None
+
+    def _within(self, num_experts: int) -> Self:
         if self.named is None and (self.number or 0) > num_experts:
             expected = f"{one_to(num_experts, 'expert')} (for expert {self.number}: '{self.number},')"
         elif self.named is not None and self.named[-1] >= num_experts:
-            expected = "expert 0 (the model has no other)"
-            if num_experts > 1:
-                expected = f"experts from 0 to {num_experts - 1}"
+            expected = (
+                f"experts from 0 to {num_experts - 1}" if num_experts > 1 else "expert 0 (the model has no other)"
+            )
         else:
-            return
-        raise ConfigError(f"experts: found {self.text!r}, expected {expected}")
+            return self
+        raise ConfigError(f"found {self.text!r}, expected {expected}")

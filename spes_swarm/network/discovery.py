@@ -46,6 +46,11 @@ class Discovery:
         """Sets where records are read; `refresh` follows."""
         self._records = records
 
+    def stop(self) -> None:
+        """Ends what is under way, as this peer leaves."""
+        if self._twin_report is not None:
+            self._twin_report.cancel()
+
     async def refresh(self) -> None:
         """Reads other peers' records and greets new peers, so that connections exist before the first round."""
         assert self._records is not None

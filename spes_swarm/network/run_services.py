@@ -113,6 +113,7 @@ class RunServices:
         """Releases the lease, announces that this peer is leaving, and leaves the DHT."""
         for task in self._tasks:
             task.cancel()
+        self._discovery.stop()
         self._rounds.audits.end(keep=False)
         await self._rounds.lasting_records.close()
         await self._rounds.audits.proofs.stop()

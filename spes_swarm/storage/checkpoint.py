@@ -97,13 +97,14 @@ def load_newest(
     """Finds the newest checkpoint that passes verification; also returns which ones were skipped, and why.
 
     With `set_aside` the damaged ones are renamed to broken-..., so that they neither count as kept checkpoints nor get
-    deleted. Those of another format keep their names, by which the version that wrote them finds them.
+    deleted. Those of another format keep their names, by which the version that wrote them finds them, until there are
+    enough newer ones; see `superseded`.
 
     Raises:
         CheckpointError: the newest readable one belongs to another run or another model.
     """
     complaints: list[str] = []
-    for path in checkpoints_in(directory):
+    for path in _of_all_formats(directory):
         try:
             meta = _verify(path, layout)
         except CheckpointError as exc:
@@ -134,10 +135,9 @@ def last_peer(directory: Path) -> str | None:
 
 
 def superseded(directory: Path, keep: int) -> list[Path]:
-    """Returns the checkpoints that are older than the newest `keep`; those of another format do not count as kept."""
-    found = checkpoints_in(directory)
-    kept = [path for path in found if not _has_other_format(path)][:keep]
-    return [path for path in found if len(kept) == keep and path < kept[-1]]
+    """Returns the checkpoints, of any format, that are older than the newest `keep` of this version's."""
+    kept = checkpoints_in(directory)[:keep]
+    return [path for path in _of_all_formats(directory) if len(kept) == keep and path < kept[-1]]
 
 
 def has_broken(directory: Path) -> bool:
@@ -146,18 +146,23 @@ def has_broken(directory: Path) -> bool:
 
 
 def checkpoints_in(directory: Path) -> list[Path]:
-    """Checkpoint directories, newest first; they are complete, but not verified."""
-    if not directory.is_dir():
-        return []
-    return sorted((path for path in directory.iterdir() if _DIRECTORY.fullmatch(path.name)), reverse=True)
+    """Checkpoint directories of this version's format, newest first; they are complete, but not verified."""
+    return [path for path in _of_all_formats(directory) if not has_other_format(path)]
 
 
-def _has_other_format(path: Path) -> bool:
+def has_other_format(path: Path) -> bool:
+    """Returns True if another version has written a checkpoint, in another format."""
     try:
         read_content(path)
     except CheckpointError as exc:
         return isinstance(exc, _OtherFormatError)
     return False
+
+
+def _of_all_formats(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        return []
+    return sorted((path for path in directory.iterdir() if _DIRECTORY.fullmatch(path.name)), reverse=True)
 
 
 def _verify(path: Path, layout: Layout) -> CheckpointMeta:

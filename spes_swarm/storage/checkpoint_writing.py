@@ -28,6 +28,7 @@ from spes_swarm.storage.checkpoint import (
     CheckpointMeta,
     Content,
     checkpoints_in,
+    has_other_format,
     read_content,
     superseded,
 )
@@ -76,7 +77,7 @@ def save_checkpoint(
         CheckpointError: it could not be written, for instance because the disk is full; earlier ones are untouched.
     """
     final = directory / state.name
-    if final.exists():
+    if final.exists() and not has_other_format(final):
         on_reference_read()
         return Written(path=final, round=state.meta.round, bytes_written=0, bytes_linked=0)
     temporary = directory / f".{state.name}.{os.getpid()}"
@@ -96,6 +97,8 @@ def save_checkpoint(
         for name in sizes.keys() - linked:
             sync_to_disk(temporary / name)
         sync_to_disk(temporary)
+        if final.exists():  # of another format: it is not this version's to overwrite
+            final.rename(final.with_name(f"other-{final.name}"))
         temporary.rename(final)
         sync_to_disk(directory)
     except OSError as exc:

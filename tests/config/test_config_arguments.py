@@ -68,6 +68,8 @@ def test_experts_are_parsed(text: str, expected: tuple[int | None, tuple[int, ..
         ("٣", "expected auto"),
         ("²", "expected auto"),
         ("0", "expected at least 1 expert (for expert 0: '0,')"),
+        ("4097", "expected 1 to 4,096 experts (for expert 4097: '4097,')"),  # known before the run is
+        ("4096,", "expected experts from 0 to 4095"),
         ("9", "expected 1 to 8 experts"),
         ("9" * 5000, "expected auto"),
         ("0,8", "expected experts from 0 to 7"),

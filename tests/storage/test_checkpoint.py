@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from spes_swarm.base.errors import CheckpointError
 from spes_swarm.protocol.consensus.layout import Layout
-from spes_swarm.storage.checkpoint import load_newest
+from spes_swarm.storage.checkpoint import checkpoints_in, load_newest
 from spes_swarm.storage.checkpoint_writing import save_checkpoint
 from tests.helpers.checkpoints import (
     LAYOUT,
@@ -176,6 +176,16 @@ def test_checkpoints_of_another_version_displace_none_and_go_when_they_are_old(t
     for number in (10, 11):
         save(tmp_path, number)
     assert rounds() == [10, 11]
+
+
+def test_a_checkpoint_of_another_version_is_none_of_this_one(tmp_path: Path) -> None:
+    """It is no earlier one if a write fails, and its name does not keep this version from writing its own."""
+    theirs = save(tmp_path, 1)
+    (theirs / "meta.json").write_text('{"format": 2}')
+    assert checkpoints_in(tmp_path) == []
+    assert save(tmp_path, 1) == theirs
+    assert newest_round(tmp_path) == 1
+    assert (tmp_path / f"other-{theirs.name}" / "meta.json").read_text() == '{"format": 2}'
 
 
 def test_a_damaged_checkpoint_is_set_aside(tmp_path: Path) -> None:
