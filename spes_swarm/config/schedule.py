@@ -44,7 +44,7 @@ class ScheduleEnd:
         """Returns True if the run is over once this round is committed."""
         return self.last_round is not None and round_number >= self.last_round
 
-    def announce_if_reached(
+    def report_if_reached(
         self, round_number: int, write: Callable[[events.Event], None], say: Callable[[str], None]
     ) -> None:
         """Reports the end of the schedule once, and what the user can do then."""

@@ -139,7 +139,7 @@ def _find(wanted: TokenizerConfig, places: TokenizerPlaces) -> Tokenizer:
     with suppress(DataError):
         if local_path(wanted.name) is not None and (found := load_tokenizer(wanted.name)).digest == wanted.digest:
             return found
-    for packed in _beside(places.folders, wanted.name):
+    for packed in _packed_near(places.folders, wanted.name):
         if (nearby := load_packed(wanted.name, packed)).digest == wanted.digest:
             return nearby
     return load_tokenizer(wanted.name if "@" in wanted.name or not is_hub_name(wanted.name) else f"{wanted.name}@main")
@@ -164,7 +164,7 @@ def _find_local(label: str, packed_digest: str, digest: str | None, places: Toke
     copy = f" (or {places.packed.name} of another peer's output directory to {places.packed})" if places.packed else ""
     raise DataError(
         f"the run uses the tokenizer {label!r} of its founder (digest {(digest or packed_digest)[:12]}). It "
-        f"is not alongside the data, and no peer has it: copy its folder into that of your --data{copy}"
+        f"is not next to the data, and no peer has it: copy its folder into that of your --data{copy}"
     )
 
 
@@ -174,13 +174,13 @@ def _candidates(label: str, packed_digest: str, places: TokenizerPlaces) -> Iter
         with suppress(OSError):
             if places.packed.stat().st_size <= MAX_TOKENIZER_BYTES:
                 yield places.packed.read_bytes()
-    yield from _beside(places.folders, label)
+    yield from _packed_near(places.folders, label)
     for ask in (places.published, lambda: places.ask_peers(packed_digest)):
         if (packed := ask()) is not None:
             yield packed
 
 
-def _beside(folders: Sequence[Path], label: str) -> Iterator[bytes]:
+def _packed_near(folders: Sequence[Path], label: str) -> Iterator[bytes]:
     """Yields the packed files of tokenizers in these folders and, with a known name, in the folders above."""
     for folder in folders:
         found = [folder / "tokenizer.json", *sorted(folder.glob("*/tokenizer.json"))[:_MAX_FOLDERS]]

@@ -151,7 +151,7 @@ class RunCommandHandler(RunCommands):
             if outcome is None:
                 target = self._state.target_round()
                 outcome = await self.rounds.run(target, tokens, routed, leaving, loss_rose)
-            self.door.members.resolve({self._state.identity.peer_id, *self.door.electorate()})
+            self.door.members.confirm({self._state.identity.peer_id, *self.door.electorate()})
             self._listener.notify(self.discovery.view())  # the trainer's is from before the commit
             return outcome
         except (RoundError, TransferError) as exc:

@@ -64,7 +64,7 @@ class PeerAdmission:
             return None
         return own.to_text()
 
-    def announce_how_to_join(self, console: PeerConsole, maddrs: list[str], *, one_thread: bool) -> None:
+    def print_how_to_join(self, console: PeerConsole, maddrs: list[str], *, one_thread: bool) -> None:
         """Prints the command with which others join at one of these addresses."""
         run = self.manifest.run
         word = self.to_pass_on() if run.admission == "invite" else None

@@ -61,7 +61,8 @@ class SwarmView:
     swarm_round: int
     experts_covered: int
     ready: tuple[str, ...] = ()  # the peers counted in num_ready
-    data: tuple[int, ...] = ()  # the furthest position of the electorate in each data set that the peers divide
+    # The furthest position of any peer of the electorate in each data set that the peers divide.
+    data: tuple[int, ...] = ()
     # How many periods a round is overdue before this peer publishes it; see protocol/members/election.py.
     publishing_periods: int = 0
     # How many of the electorate have judged their experts, and how many call each dead; see members/routing_report.py.

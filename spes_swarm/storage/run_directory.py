@@ -30,7 +30,7 @@ _WEIGHTS, _TOKENIZER = "initial_weights", "tokenizer.msgpack"
 _ACTS, _INVITATION, _PROOFS = "acts.txt", "invitation", "proofs"
 # What a session creates before the directory belongs to a run.
 _MADE = {".lock", "checkpoints", "identity.key", "metrics.jsonl", log.NAME, _TOKENIZER, _PORT, _WEIGHTS, _ACTS}
-_PATIENCE_S, _POLL_S = 5.0, 0.05
+_LOCK_TIMEOUT_S, _POLL_S = 5.0, 0.05
 _LEAST_FREE_BYTES = 32 << 10  # what a start writes before the run is known
 
 
@@ -76,12 +76,12 @@ def locked_identity(path: Path, peer_id: str, advice: str = "each peer needs its
     Raises:
         UserError: another process uses the identity.
     """
-    lock = lock_file(path, f"identity file {path}", advice, _PATIENCE_S)
+    lock = lock_file(path, f"identity file {path}", advice, _LOCK_TIMEOUT_S)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
         try:
             copied = f"{advice}, and a copy of the file is the same identity: choose another --output-dir"
             what = f"identity {peer_id} of {path}"
-            _retry(lambda: name.bind(f"\0spes_swarm/{peer_id}"), what, copied, _PATIENCE_S)
+            _retry(lambda: name.bind(f"\0spes_swarm/{peer_id}"), what, copied, _LOCK_TIMEOUT_S)
             yield
         finally:
             os.close(lock)
@@ -260,7 +260,7 @@ class RunDirectory:
         if status.f_blocks and status.f_bavail * status.f_frsize < _LEAST_FREE_BYTES:
             raise UserError(f"output directory {self.path}: {self._full_disk()}")
         if self._lock.exists():
-            os.close(self._take_lock(_PATIENCE_S))
+            os.close(self._take_lock(_LOCK_TIMEOUT_S))
 
     def is_in_use(self) -> bool:
         """Returns True if a session uses this directory."""

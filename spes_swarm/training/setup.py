@@ -1,4 +1,4 @@
-"""What a trainer is given, in groups by their readers, and the status that it reports to the panel.
+"""The parts that a trainer is made of, and the status that it reports to the panel.
 
 Shape: N elements of the flat vector.
 """

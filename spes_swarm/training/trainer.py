@@ -71,11 +71,38 @@ class Trainer:
         steps = LocalSteps(run, compute, learner, sampler, network, saver, reporter)
         held_out = HeldOutText(evaluation, run.evaluation.every_rounds, device, compute.autocast)
         commits = Commits(
-            run, max_rounds, learner, sampler, held_out, steps.routing, round_events, saver, publishing, reporter
+            run=run,
+            max_rounds=max_rounds,
+            learner=learner,
+            sampler=sampler,
+            held_out=held_out,
+            routing=steps.routing,
+            round_events=round_events,
+            saver=saver,
+            publishing=publishing,
+            reporter=reporter,
         )
-        rounds = Rounds(run, network, learner, steps, saver, commits, reporter, stop)
+        rounds = Rounds(
+            run=run,
+            network=network,
+            learner=learner,
+            steps=steps,
+            saver=saver,
+            commits=commits,
+            reporter=reporter,
+            stop=stop,
+        )
         self._leaving = Leaving(
-            *(run.round, network, learner, rounds, commits, round_events, saver, publishing, reporter, stop),
+            config=run.round,
+            network=network,
+            learner=learner,
+            rounds=rounds,
+            commits=commits,
+            round_events=round_events,
+            saver=saver,
+            publishing=publishing,
+            reporter=reporter,
+            stop=stop,
             announce=self._announce,
         )
         self._learner, self._steps, self._rounds, self._commits = learner, steps, rounds, commits
@@ -117,7 +144,7 @@ class Trainer:
             NetworkProcessError: the network process ended.
             RankError: another rank of this peer has ended; the peer has left the swarm gracefully.
         """
-        self._commits.announce_schedule_end()
+        self._commits.report_schedule_end()
         self._announce("training")
         while not self._stop.is_set() and not self._commits.finished:
             if not self._rounds.advance():

@@ -37,10 +37,10 @@ TOKEN, READ_TOKEN, STRANGER_TOKEN = "hf_test_owner", "hf_test_reader", "hf_test_
 USER = "user"
 _UPLOAD = """
 import sys
-from spes_swarm.publishing.client import hub_api, patiently
+from spes_swarm.publishing.client import hub_api, with_retries
 api, repo, folder, kind = hub_api(), *sys.argv[1:]
-patiently(lambda: api.create_repo(repo, exist_ok=True, repo_type=kind))
-patiently(lambda: api.upload_folder(repo_id=repo, folder_path=folder, repo_type=kind))
+with_retries(lambda: api.create_repo(repo, exist_ok=True, repo_type=kind))
+with_retries(lambda: api.upload_folder(repo_id=repo, folder_path=folder, repo_type=kind))
 """
 
 

@@ -102,8 +102,8 @@ class LyingRounds(SyncRounds):
             case _:
                 return work_N
 
-    async def _state(self, target_round: int, *work: Any) -> Statement:
-        statement = await super()._state(target_round, *work)
+    async def _statement(self, target_round: int, *work: Any) -> Statement:
+        statement = await super()._statement(target_round, *work)
         if self.kind not in ("accusing", "identities"):
             return statement
         others = {view.peer_id for view in self.run_state.roster.present()}

@@ -16,7 +16,8 @@ import warnings
 warnings.simplefilter("ignore")
 import hivemind
 hivemind.__version__ = {version!r}
-import spes_swarm.network.transport.hivemind_changes
+from spes_swarm.network.transport.hivemind_changes import check_version
+check_version()
 """
 
 

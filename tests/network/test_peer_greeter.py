@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spes_swarm.network.link import greetings as greetings_module
+from spes_swarm.network.link import peer_greeter
 from spes_swarm.network.link.peer_greeter import PeerGreeter
 from spes_swarm.protocol.members.roster import Roster
 from tests.helpers.records import progress
@@ -17,7 +17,7 @@ from tests.helpers.records import progress
 def test_silent_records_keep_nobody_from_being_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """200 identities that never answer, and two honest peers whose records come last."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(greetings_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(peer_greeter, "time", SimpleNamespace(monotonic=lambda: clock.now))
     roster = Roster("me")
     called: list[str] = []
 

@@ -12,7 +12,7 @@ import pytest
 
 from spes_swarm.base.errors import InvitationError
 from spes_swarm.config.manifest import found_run
-from spes_swarm.network.link import greetings
+from spes_swarm.network.link import peer_greeter
 from spes_swarm.network.run_services import RunServices
 from spes_swarm.port.commands import Notification
 from spes_swarm.port.messages import CaughtUp
@@ -69,7 +69,7 @@ def test_a_founder_that_answers_its_first_call_is_seen_at_once() -> None:
 
 
 def test_a_peer_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greetings, "FIRST_ANSWER_S", 0.0)
+    monkeypatch.setattr(peer_greeter, "FIRST_ANSWER_S", 0.0)
 
     async def look() -> tuple[str, ...]:
         async def silence(peer_id: str, method: str, request: Any, timeout_s: float) -> dict[str, Any]:

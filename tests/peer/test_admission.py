@@ -191,7 +191,7 @@ def test_an_invitation_by_somebody_else_is_refused(tmp_path: Path) -> None:
 
 
 def told(admission: PeerAdmission, capsys: pytest.CaptureFixture[str]) -> str:
-    admission.announce_how_to_join(PeerConsole(), [MADDR], one_thread=False)
+    admission.print_how_to_join(PeerConsole(), [MADDR], one_thread=False)
     return capsys.readouterr().out
 
 

@@ -270,7 +270,7 @@ def test_an_invitation_for_one_is_refused_to_a_second_peer() -> None:
     members, sent = membership(), invitation(name="Ada", uses=1)
     members.learn("first", sent.admit("first"), NOW)
     assert members.admits("first", NOW)
-    members.resolve(["first"])  # its work is in a commit
+    members.confirm(["first"])  # its work is in a commit
     for copy in map(str, range(20)):  # whatever their hashes
         members.learn(copy, sent.admit(copy), NOW)
         assert not members.admits(copy, NOW)
@@ -280,7 +280,7 @@ def test_an_invitation_for_one_is_refused_to_a_second_peer() -> None:
     again = membership()
     for act in members.acts.values():
         again.add(act)
-    again.resolve()
+    again.confirm()
     for peer in ("0", "first"):  # they show theirs again
         again.learn(peer, sent.admit(peer), NOW)
     assert (again.admits("first", NOW), again.admits("0", NOW)) == (True, False)
@@ -305,7 +305,7 @@ def test_the_limit_of_an_invitation_counts_those_whom_its_delegates_admit() -> N
     first = made(may_invite=True, uses=2)
     for peer in "abc":
         members.learn(peer, invitation(first).admit(peer), NOW)
-        members.resolve([peer])
+        members.confirm([peer])
     assert [members.admits(peer, NOW) for peer in "abc"] == [True, True, False]
 
 
@@ -318,7 +318,7 @@ def test_whoever_is_first_is_first_after_a_restart_too() -> None:
     again = membership()
     for act in file:
         again.add(act)
-    again.resolve()
+    again.confirm()
     for peer in "abcdef":
         again.learn(peer, sent.admit(peer), NOW)
     admitted = [[members.admits(peer, NOW) for peer in "abcdef"] for members in (live, again)]
@@ -331,7 +331,7 @@ def test_nobody_takes_the_place_of_a_peer_that_was_there_at_the_start() -> None:
     sent = invitation(uses=1)
     members = membership()
     members.learn("me", sent.admit("me"), NOW)
-    members.resolve()
+    members.confirm()
     for copy in map(str, range(20)):
         members.learn(copy, sent.admit(copy), NOW)
     assert [peer for peer in ("me", *map(str, range(20))) if members.admits(peer, NOW)] == ["me"]
@@ -341,14 +341,14 @@ def test_an_allowance_is_a_use_of_the_invitations_before_it() -> None:
     members, (chain, key) = membership(), made(may_invite=True, uses=2)
     for peer in "abc":
         members.add(acts.allow(extend(chain, key, RUN, Grant(peer=peer))))
-        members.resolve()
+        members.confirm()
     assert [members.admits(peer, NOW) for peer in "abc"] == [True, True, False]
 
 
 def test_an_excluded_peer_has_used_its_invitation() -> None:
     members, sent = membership(), invitation(uses=1)
     members.learn("ada", sent.admit("ada"), NOW)
-    members.resolve()
+    members.confirm()
     members.add(revocation(None, peer="ada"))
     members.learn("again", sent.admit("again"), NOW)
     assert not members.admits("ada", NOW)

@@ -96,7 +96,7 @@ def test_its_statement_says_what_others_leases_reserve() -> None:
     assert len(members_of(bounded.leased_bitmap, 4)) == 1
 
 
-def test_only_leases_of_voices_reserve_experts_but_a_newcomer_looks_at_all() -> None:
+def test_only_leases_of_the_electorate_reserve_experts_but_a_newcomer_looks_at_all() -> None:
     known = reputation("stranger")
     known.committed(0.0, ["member"], ())
     mine = Leases("me", 4, Rules(), reputation=known)

@@ -77,7 +77,7 @@ def test_a_founder_defers_to_nobody() -> None:
     assert not reputation.defers(["a"])
 
 
-def test_after_a_common_round_only_members_have_a_voice() -> None:
+def test_after_a_common_round_only_members_are_in_the_electorate() -> None:
     reputation = newcomer("told")
     reputation.committed(0.0, ["member"], [])
     reputation.note_answer("stranger")
@@ -100,7 +100,7 @@ def test_a_round_that_was_held_alone_makes_no_members() -> None:
     assert reputation.electorate(["told"]) == {"told"}
 
 
-def test_members_keep_their_voice_through_a_cut_however_long() -> None:
+def test_members_stay_in_the_electorate_through_a_cut_however_long() -> None:
     reputation = after_rounds(1, "a", "b")
     for i in range(1000):
         reputation.committed(i * ROUND_S, ["a"], [])

@@ -1,6 +1,6 @@
 """The monitor's time per refresh and its memory for a large swarm.
 
-The peers are synthetic: each has its own key and signs a progress and a lease record. A process beside the monitor is
+The peers are synthetic: each has its own key and signs a progress and a lease record. A process next to the monitor is
 the DHT node that stores all records, and renews a third of the progress records between two refreshes (peers renew
 them every 6 seconds). The measured path is the real one: p2pd, hivemind's DHT, signatures, ledger, JSON, history.
 
@@ -141,7 +141,7 @@ class _Records:
 
 
 async def _serve_swarm(pipe: Connection, manifest: Manifest, identities: list[Identity]) -> None:
-    """Serves the swarm, in the process beside the monitor, until None arrives on the pipe."""
+    """Serves the swarm, in the process next to the monitor, until None arrives on the pipe."""
     logging.getLogger("hivemind").setLevel(logging.ERROR)
     daemon = await Daemon.start(identities[0].path, ["/ip4/127.0.0.1/tcp/0"])
     rpc = Rpc(daemon.transport, _ignore)
@@ -167,7 +167,7 @@ async def _serve_swarm(pipe: Connection, manifest: Manifest, identities: list[Id
 
 
 def _swarm_process(pipe: Connection, keys: Path, count: int) -> None:
-    """Entry point of the process beside the monitor."""
+    """Entry point of the process next to the monitor."""
     identities = _load_identities(keys, count)
     asyncio.run(_serve_swarm(pipe, _manifest_of(identities[0]), identities))
 

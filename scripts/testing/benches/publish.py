@@ -1,7 +1,7 @@
 """How much publishing slows down the rounds of the publishing peer and of its swarm, on slow lines; needs root.
 
 Three real peers train in network namespaces, each behind a line of --mbps in both directions. In every other phase the
-first of them publishes its newest round repeatedly, with the command that `--publish-to` runs beside the training, to a
+first of them publishes its newest round repeatedly, with the command that `--publish-to` runs meanwhile, to a
 server with the Hub's protocol on a fourth host. Compared are times from commit to commit and of the exchanges in phases
 with and without uploads, for two kinds of uploads:
 

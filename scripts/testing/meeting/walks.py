@@ -2,7 +2,7 @@
 
 - of two groups of a round, only one is committed by honest peers, once they have been together in two rounds since
   anything went wrong that may divide them (a cut, a loss, a kill); always, if peers are frozen and nothing else goes
-  wrong. A group with a liar in it may be committed beside another one: not all of its members need to believe in it
+  wrong. A group with a liar in it may be committed next to another one: not all of its members need to believe in it
 - no attempt takes longer than two windows and 22 seconds while its peer runs, and none is held up for longer than
   13 seconds by a peer that is frozen
 - nobody enters a group whose exchange has failed again, or follows a leader whose groups have failed twice
@@ -33,10 +33,11 @@ _CALM_S = 128.0  # at the end of a walk: time for all to come together
 _AGAIN_S = 256.0  # the same if there are liars, and from one such round to the next
 _LIARS_S = 300.0  # for which a walk with liars goes on after the last fault
 _LONGEST_S = 320.0  # after which rounds need not wait for everybody again
-_FROZEN_S = 13.0  # for which one frozen peer stops the others, at most, besides a trainer's step
+_FROZEN_S = 13.0  # for which one frozen peer stops the others, at most, in addition to a trainer's step
 _MORE_ROUNDS = 6  # together, at least, after the first one; with liars, one
 _KNOWN_AFTER = 40  # lies, or rounds of four peers
-_ROUND_S = 3.0  # from the first that joins a round to the last that has its group, at most, besides a trainer's step
+# From the first that joins a round to the last that has its group, at most, in addition to a trainer's step.
+_ROUND_S = 3.0
 _MESSAGES = 10  # to and fro, for each member of a round, at most, in the mean
 
 

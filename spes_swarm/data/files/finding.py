@@ -209,7 +209,7 @@ class _Search:
         else:
             self._unknown.append(path)
 
-    def resolve(self) -> None:
+    def classify(self) -> None:
         """Decides what is documentation: prose, programs and notes are, next to records or tokens."""
         if any(format_of(path) != "text" for path in self.data):
             prose = [path for path in self.data if ending(path).startswith(_PROSE) or _NOTES.fullmatch(path.name)]
@@ -231,7 +231,7 @@ class _Search:
         Raises:
             DataError: see `find_files`.
         """
-        self.resolve()
+        self.classify()
         left_out = self.counts()
         if self.unread:
             raise DataError(
@@ -259,7 +259,7 @@ def others_in(directory: Path, files: Iterable[Path]) -> Counter[str]:
     """
     search = _Search(None)
     search.add_directory(directory)
-    search.resolve()
+    search.classify()
     known = set(map(os.path.realpath, files))
     return Counter(ending(path) for path in search.data + search.unread if os.path.realpath(path) not in known)
 
@@ -278,7 +278,7 @@ def link_data(directory: Path, view: Path) -> tuple[dict[str, Path], Counter[str
         return {}, Counter()
     search = _Search(None)
     search.add_directory(directory)
-    search.resolve()
+    search.classify()
     linked = {str(view / path.relative_to(directory)): path for path in search.data + search.unread}
     if not linked:
         search.result(f"hf:{directory}")  # raises

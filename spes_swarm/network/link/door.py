@@ -86,7 +86,7 @@ class Door:
         rpc.open(self)
         if self.is_private:
             await asyncio.gather(*(self._fetch_acts(peer_id, _Asked(0.0)) for peer_id in others))
-            self.members.resolve()
+            self.members.confirm()
 
     @property
     def digest(self) -> bytes:

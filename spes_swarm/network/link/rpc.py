@@ -36,7 +36,7 @@ MAX_CALLS_OF_STRANGERS, MAX_CALLS_PER_STRANGER = 128, 8
 _MAX_REASON_CHARS = 500
 # After this many unanswered calls in a row, and this long without any sign of life, a connection counts as dead.
 _DEAD_CALLS, _DEAD_S = 2, 5.0
-_PATIENT_S = 2.0  # shorter calls do not count: a busy peer may well miss their deadline
+_LONG_CALL_S = 2.0  # shorter calls do not count: a busy peer may well miss their deadline
 _MAX_HEARD = 1024
 
 Handler = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
@@ -166,7 +166,7 @@ class Rpc:
         try:
             response = await self._transport.call(peer_id, name, request, timeout_s)
         except TimeoutError:
-            if timeout_s >= _PATIENT_S:
+            if timeout_s >= _LONG_CALL_S:
                 self._note_silence(peer_id)
             raise
         except CallError as exc:

@@ -77,7 +77,7 @@ class SyncRounds:
             RoundError: nothing was committed, and reference and contribution are unchanged.
         """
         started = time.monotonic()
-        statement = await self._state(target_round, tokens, routed, leaving, loss_rose)
+        statement = await self._statement(target_round, tokens, routed, leaving, loss_rose)
         try:
             group = await self.rendezvous.join(statement)
         except NoLeaderError:
@@ -116,7 +116,7 @@ class SyncRounds:
         )
         return report
 
-    async def _state(
+    async def _statement(
         self, target_round: int, tokens: int, routed: tuple[int, ...], leaving: bool, loss_rose: bool | None
     ) -> Statement:
         """Makes this peer's statement, which goes into the plan of all members."""

@@ -85,6 +85,7 @@ class Daemon:
             AddressError: it cannot listen on the given addresses.
             NetworkProcessError: it did not start; the message has the last line of its log.
         """
+        hivemind_changes.check_version()
         if not client_mode:
             for maddr in host_maddrs:
                 if not await asyncio.to_thread(port_is_free, maddr, _PORT_TIMEOUT_S):

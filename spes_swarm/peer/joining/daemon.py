@@ -27,7 +27,7 @@ def listen(context: SessionContext) -> list[str]:
     return maddrs
 
 
-def settle_reach(context: SessionContext, maddrs: list[str], found: FoundRun) -> Reach:
+def decide_reach(context: SessionContext, maddrs: list[str], found: FoundRun) -> Reach:
     """Finds out whether others can open connections to this peer; if not, it becomes a private node."""
     reach = _check_reach(context)
     if reach.reachable is False:

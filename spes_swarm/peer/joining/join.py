@@ -11,7 +11,7 @@ from spes_swarm.config.manifest import Manifest
 from spes_swarm.metrics import events
 from spes_swarm.peer.joining.barrier import begin_together, wait_for_peers
 from spes_swarm.peer.joining.context import SessionContext
-from spes_swarm.peer.joining.daemon import Reach, listen, settle_reach
+from spes_swarm.peer.joining.daemon import Reach, decide_reach, listen
 from spes_swarm.peer.joining.entering import claim_experts, enter_swarm
 from spes_swarm.peer.joining.machine import make_room, open_data, prepare_machine
 from spes_swarm.peer.joining.run_finder import FoundRun, find_run
@@ -48,7 +48,7 @@ def join_run(context: SessionContext) -> Joined:
     with phase("looking for the run"):
         found = find_run(context)
     with phase("finding out whether others can connect to this peer"):
-        reach = settle_reach(context, maddrs, found)
+        reach = decide_reach(context, maddrs, found)
     with phase("opening the data"):
         data = open_data(context, machine, found)
     with phase("computing the model's layout"):
@@ -66,18 +66,18 @@ def join_run(context: SessionContext) -> Joined:
         trainer = make_trainer(context, machine, found, data, memory, held)
         if reach.maddrs:  # more threads than this peer's might not suit others
             one_thread = context.peer.num_threads == 1
-            found.admission.announce_how_to_join(context.console, reach.maddrs, one_thread=one_thread)
+            found.admission.print_how_to_join(context.console, reach.maddrs, one_thread=one_thread)
     with phase("waiting for peers"):
         reference = wait_for_peers(context, start, reference, announce)
     with phase("loading the weights"):
         load_weights(context, trainer, reference, data)
     with phase("waiting until the other peers train"):
         begin_together(context, announce)
-    _announce_joined(context, found, reach, reference, held)
+    _report_joined(context, found, reach, reference, held)
     return Joined(found.manifest, trainer)
 
 
-def _announce_joined(
+def _report_joined(
     context: SessionContext, found: FoundRun, reach: Reach, reference: StartingReference, held: tuple[int, ...]
 ) -> None:
     metrics, first = context.metrics, reference.table.round

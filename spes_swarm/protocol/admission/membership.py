@@ -42,7 +42,7 @@ def _place(grant_id: bytes, peer_id: str) -> bytes:
 class Membership:
     """Decides who may take part in a run.
 
-    More peers than an invitation allows may use it at the same time, at different places. Those whose use has settled
+    More peers than an invitation allows may use it at the same time, at different places. Those whose use has confirmed
     (they have taken part in a commit, or were first when this peer began to follow) come first, then those with the
     smallest hashes. So peers agree once they know the same uses, and a late copy displaces nobody.
     """
@@ -58,7 +58,8 @@ class Membership:
         self._num_acts: Counter[bytes] = Counter()  # by grant that they follow from; ROOT: of the founder alone
         self._revoked_peers: dict[str, set[bytes]] = {}  # peer -> ids of the grants whose keys have revoked it
         self._revoked_grants: dict[bytes, set[bytes]] = {}
-        self._users: dict[bytes, dict[str, bool]] = {}  # grant with a limit -> its users, and whether each has settled
+        # Grant with a limit -> its users, and whether each has been confirmed.
+        self._users: dict[bytes, dict[str, bool]] = {}
         self._digest: bytes | None = b""  # None: to be computed
         self.exclusions = Exclusions()
 
@@ -118,9 +119,9 @@ class Membership:
 
     def _first_users(self, grant_id: bytes, uses: int, also: str = "") -> list[str]:
         users = self._users.get(grant_id, {})
-        settled = [peer for peer, has_settled in users.items() if has_settled]
-        fresh = {*users, also}.difference(settled, {""})
-        return [*settled, *sorted(fresh, key=lambda peer: _place(grant_id, peer))][:uses]
+        confirmed = [peer for peer, has_settled in users.items() if has_settled]
+        fresh = {*users, also}.difference(confirmed, {""})
+        return [*confirmed, *sorted(fresh, key=lambda peer: _place(grant_id, peer))][:uses]
 
     def inviter(self, peer_id: str) -> str:
         """Who has invited a peer, in words; empty if this peer knows of no invitation."""
@@ -160,13 +161,13 @@ class Membership:
         is_new = bool(chain.limits) and self._is_valid(chain, peer_id, now) and self.add(act)
         return act if is_new else None
 
-    def resolve(self, peers: Iterable[str] | None = None) -> None:
+    def confirm(self, peers: Iterable[str] | None = None) -> None:
         """Notes that nobody takes the place of these peers, or of all that have one, in an invitation any more."""
         limits = {limit for _, act in self._acts.values() if isinstance(act, Allow | Use) for limit in act.chain.limits}
-        settled = None if peers is None else set(peers)
+        confirmed = None if peers is None else set(peers)
         for grant_id, uses in limits:
             for peer in self._first_users(grant_id, uses):
-                if settled is None or peer in settled:
+                if confirmed is None or peer in confirmed:
                     self._users[grant_id][peer] = True
 
     # Acts.

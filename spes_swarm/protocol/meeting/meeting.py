@@ -165,7 +165,7 @@ class Meeting:
             state.outputs.append(Called(round_number))
         self.tick()
         if leader := state.leader_in(round_number):
-            # Peers of protocol 6 without this machine go by `relieved`; with it, by what most others follow.
+            # Older peers of protocol 6 go by `relieved`, newer ones by what most others follow.
             return {"leader": leader, "relieved": peer in state.view.without_duty}
         return {"target": target} if is_stranger else {}
 

@@ -178,7 +178,7 @@ class Roster:
         return median_low([count for count in counts if count] or [0])
 
     def data_positions(self) -> tuple[int, ...]:
-        """Returns the furthest position of the electorate in each data set that the peers divide.
+        """Returns the furthest position of any peer of the electorate in each data set that the peers divide.
 
         The maximum avoids repeating what any of them has trained on. A false claim moves a newcomer to another place in
         the order, never to other data.

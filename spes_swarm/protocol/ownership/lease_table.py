@@ -40,7 +40,7 @@ class Leases:
     """The experts of one peer, and which of the others' leases count.
 
     Leases are read again and again from network/link/dht_records.py, which drops those that are past the end that they
-    state. Only those of electorate reserve experts.
+    state. Only those of the electorate reserve experts.
     """
 
     me: str

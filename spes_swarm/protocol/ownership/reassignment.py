@@ -1,6 +1,6 @@
 """Which peer trains which expert: deterministic rules on the table of leases, without I/O.
 
-A joining peer chooses from the leases in the DHT (`choose_experts`, `settle`). From then on the table consists of the
+A joining peer chooses from the leases in the DHT (`choose_experts`, `resolve`). From then on the table consists of the
 signed statements of a round's group (`reassign`): every member computes the same outcome at the commit and takes its
 own row of it, without negotiation, and no two peers decide differently. In this order:
 

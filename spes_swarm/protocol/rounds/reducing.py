@@ -142,7 +142,7 @@ class Reduction:
         feedback: ErrorFeedback,
     ) -> None:
         """`contributions` are this member's; what it reduces goes into `results`."""
-        self.plan, self.me = plan, me = inputs.plan, inputs.me  # for short
+        plan, me = self.plan, self.me = inputs.plan, inputs.me
         self._inputs, self._averaging, self._results, self._feedback = inputs, averaging, results, feedback
         self.reduced: list[int] = []
         self.on_reduced: Callable[[], None] = lambda: None

@@ -140,7 +140,7 @@ class Results:
 
     def __init__(self, inputs: RoundInputs, averaging: Averaging, own: Mapping[int, Commitment]) -> None:
         """`own`: the roots that this member has signed for its contributions, by part."""
-        self.plan, self.me = inputs.plan, inputs.me  # for short
+        self.plan, self.me = inputs.plan, inputs.me
         self._inputs, self._averaging, self._own = inputs, averaging, own
         self.known: dict[int, Result] = {}
         self.excessive: dict[int, Result] = {}

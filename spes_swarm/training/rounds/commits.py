@@ -22,7 +22,7 @@ from spes_swarm.training.saving import CheckpointSaver
 from spes_swarm.training.setup import Reporter
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Commits:
     """Follows the rounds that end with a new reference."""
 
@@ -59,9 +59,9 @@ class Commits:
         """True if the next commit is the last one of this peer's `max_rounds`."""
         return self.max_rounds is not None and self.done + 1 >= self.max_rounds
 
-    def announce_schedule_end(self) -> None:
+    def report_schedule_end(self) -> None:
         """Reports the end of the schedule once it is reached."""
-        self._schedule_end.announce_if_reached(self.learner.round, self.reporter.metrics.write, self.reporter.say)
+        self._schedule_end.report_if_reached(self.learner.round, self.reporter.metrics.write, self.reporter.say)
 
     def catch_up(self, report: CaughtUp) -> None:
         """Adopts a reference that was fetched in place of a round."""
@@ -69,7 +69,7 @@ class Commits:
         self.reporter.metrics.write(
             events.Sync(round=report.round, seconds=report.seconds, payload_bytes=report.payload_bytes, why=report.why)
         )
-        self.announce_schedule_end()
+        self.report_schedule_end()
 
     @span("commit")
     def follow(self, report: RoundReport, work: TakenWork, loss_rose: bool | None, *, leaving: bool) -> None:
@@ -109,7 +109,7 @@ class Commits:
             **asdict(losses),
         )
         self.round_events.committed(event, held_out)
-        self.announce_schedule_end()
+        self.report_schedule_end()
         self.saver.after_round()
         if self.publishing is not None:
             self.publishing.consider(commit.round, self.saver.start)

@@ -25,7 +25,7 @@ _FIRST_CONTACT_S = 5.0  # how long a peer that leaves before its first commit, a
 _FINISH_PUBLISHING_S = 600.0  # when `max_rounds` are done or the run is over; otherwise publishing stops at once
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Leaving:
     """Takes a peer that trains no longer out of the swarm."""
 

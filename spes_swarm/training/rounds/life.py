@@ -49,9 +49,9 @@ class UnderWay:
     future: Future[RoundReport | CaughtUp]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Rounds:
-    """Holds the rounds of a peer, one at a time."""
+    """Runs the rounds of a peer, one at a time."""
 
     run: RunConfig
     network: Port

@@ -19,7 +19,7 @@ from spes_swarm.monitor.views.web.app import build_app
 from spes_swarm.monitor.views.web.feed import Feed
 
 MAX_CONNECTIONS: Final = 256
-PATIENCE_S: Final = 20.0  # for a request to arrive, and for a browser to read a response
+TIMEOUT_S: Final = 20.0  # for a request to arrive, and for a browser to read a response
 _GOODBYE_S: Final = 2
 
 
@@ -84,7 +84,7 @@ class _PatientProtocol(H11Protocol):
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
             return
-        self._check = self.loop.call_later(PATIENCE_S, self._end_if_idle, 0)
+        self._check = self.loop.call_later(TIMEOUT_S, self._end_if_idle, 0)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._check is not None:
@@ -106,11 +106,11 @@ class _PatientProtocol(H11Protocol):
     def _end_if_idle(self, answered_before: int) -> None:
         asking = self.cycle is not None and not self.cycle.response_complete
         silent = not asking and self._answered == answered_before
-        stuck = self._stuck_since is not None and self.loop.time() - self._stuck_since > PATIENCE_S
+        stuck = self._stuck_since is not None and self.loop.time() - self._stuck_since > TIMEOUT_S
         if silent or stuck:
             self.transport.abort()
             return
-        self._check = self.loop.call_later(PATIENCE_S, self._end_if_idle, self._answered)
+        self._check = self.loop.call_later(TIMEOUT_S, self._end_if_idle, self._answered)
 
 
 def listen(host: str, port: int) -> socket.socket:
