@@ -132,8 +132,9 @@ def test_signals_are_handled_in_the_main_thread_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.swarm
-def test_the_example_in_the_readme(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+def test_the_example_in_the_pages(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "how-to" / "python.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     run_file(tmp_path / "my-run.yaml")
     done = python(example, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

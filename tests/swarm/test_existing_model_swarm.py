@@ -34,7 +34,7 @@ def running(tmp_path: Path) -> Iterator[Swarm]:
 
 
 def text(path: Path) -> Path:
-    path.write_text((ROOT / "README.md").read_text(encoding="utf-8") * 2, encoding="utf-8")
+    path.write_text((ROOT / "docs/architecture.md").read_text(encoding="utf-8"), encoding="utf-8")
     return path
 
 

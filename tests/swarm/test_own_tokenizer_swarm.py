@@ -34,7 +34,7 @@ def launch_in(directory: Path) -> Launch:
 
 
 def test_a_tokenizer_made_by_the_founder_travels_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "text.txt").write_text((ROOT / "README.md").read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "text.txt").write_text((ROOT / "docs/architecture.md").read_text(encoding="utf-8"), encoding="utf-8")
     for name in ("founder", "friend", "copy"):
         (tmp_path / name).mkdir()
     own = tmp_path / "founder" / "my-bpe"
