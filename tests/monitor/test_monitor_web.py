@@ -148,7 +148,7 @@ def test_a_link_from_elsewhere_opens_the_page(served: Served) -> None:
 
 @pytest.mark.slow
 def test_who_asks_nothing_and_who_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(server, "TIMEOUT_S", 1.0)
     cut_off = threading.Event()
 
     class Told(server._PatientProtocol):
