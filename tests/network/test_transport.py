@@ -105,6 +105,30 @@ def test_streams_carry_bytes_both_ways(real: bool) -> None:
     run(test)
 
 
+def test_a_stream_that_nobody_waits_for_any_more_is_closed() -> None:
+    async def test() -> None:
+        async with pair(real=True) as (client, server):
+
+            async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                assert await reader.read() == b""
+                ended.set()
+
+            ended = asyncio.Event()
+            await serve_streams(server, talk)
+            opening = asyncio.create_task(client.open_stream(server.peer_id, "test", LONG_S))
+            gc.disable()  # the collector would close it, at some time
+            try:
+                await asyncio.sleep(0)
+                opening.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await opening
+                await asyncio.wait_for(ended.wait(), LONG_S)
+            finally:
+                gc.enable()
+
+    run(test)
+
+
 @in_both
 def test_a_writer_waits_for_a_reader_that_does_not_keep_up(real: bool) -> None:
     async def test() -> None:

@@ -7,8 +7,8 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import Channel, FaultSink, open_channel
-from spes_swarm.network.transport.interface import STREAM_ERRORS, Transport
+from spes_swarm.network.transport.interface import Transport
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import DIGEST_BYTES, ReferenceTable
 from spes_swarm.protocol.rounds.statement import MAX_ROUND
@@ -77,35 +77,9 @@ class Donors:
         """Asks for a table; raises OSError or ProtocolError."""
         return table_from_wire(await self.rpc.call(donor, "table", {}, self.timeout_s), self.layout)
 
-    @asynccontextmanager
-    async def connect(self, donor: str) -> AsyncIterator[Channel]:
-        """Opens a stream for requests; raises STREAM_ERRORS.
-
-        hivemind 1.1.12 never closes a stream whose opening is cancelled. So the opening is left to finish by itself,
-        and the stream is closed then.
-        """
-        stack = AsyncExitStack()
-        opening = asyncio.create_task(
-            stack.enter_async_context(open_channel(self.transport, donor, self.name, self.timeout_s))
-        )
-        try:
-            channel = await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            closing = asyncio.create_task(_close_when_open(opening, stack))
-            _CLOSING.add(closing)
-            closing.add_done_callback(_CLOSING.discard)
-            raise
-        async with stack:
-            yield channel
-
-
-_CLOSING: set[asyncio.Task[None]] = set()  # the event loop itself does not keep tasks alive
-
-
-async def _close_when_open(opening: asyncio.Task[Channel], stack: AsyncExitStack) -> None:
-    with suppress(*STREAM_ERRORS):
-        await opening
-    await stack.aclose()
+    def connect(self, donor: str) -> AbstractAsyncContextManager[Channel]:
+        """Opens a stream for requests; raises STREAM_ERRORS."""
+        return open_channel(self.transport, donor, self.name, self.timeout_s)
 
 
 def choose_table(tables: Collection[ReferenceTable]) -> tuple[ReferenceTable, bool]:

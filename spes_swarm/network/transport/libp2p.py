@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -25,6 +26,7 @@ class Libp2p:
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
         self.peer_id = str(p2p.peer_id)
+        self._unwanted: set[asyncio.Future[Any]] = set()  # streams being opened, which nobody waits for any more
 
     async def call(self, peer_id: str, name: str, payload: bytes, timeout_s: float) -> bytes:
         """See Transport."""
@@ -50,14 +52,30 @@ class Libp2p:
         self, peer_id: str, name: str, timeout_s: float
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """See Transport."""
+        opening = asyncio.create_task(self._open(peer_id, name))
         try:
-            opening = self._p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), name)
-            _, reader, writer = await asyncio.wait_for(opening, timeout_s)
-        except STREAM_ERRORS:
-            raise
-        except Exception as exc:  # as in `call`
-            raise ConnectionError(f"cannot open {name} at {peer_id}: {exc}") from exc
+            _, reader, writer = await asyncio.wait_for(asyncio.shield(opening), timeout_s)
+        except BaseException as exc:
+            # hivemind 1.1.12 never closes a stream whose opening is cancelled. So it goes on, and is closed when open.
+            if opening.done():
+                self._close_unwanted(opening)
+            else:
+                self._unwanted.add(opening)
+                opening.add_done_callback(self._close_unwanted)
+            if isinstance(exc, STREAM_ERRORS) or not isinstance(exc, Exception):
+                raise
+            raise ConnectionError(f"cannot open {name} at {peer_id}: {exc}") from exc  # as in `call`
         return reader, writer
+
+    async def _open(self, peer_id: str, name: str) -> tuple[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter]:
+        stream: tuple[StreamInfo, asyncio.StreamReader, asyncio.StreamWriter]
+        stream = await self._p2p.call_binary_stream_handler(PeerID.from_base58(peer_id), name)
+        return stream
+
+    def _close_unwanted(self, opening: asyncio.Future[Any]) -> None:
+        self._unwanted.discard(opening)
+        if not opening.cancelled() and opening.exception() is None:
+            opening.result()[2].close()
 
     async def serve_streams(self, name: str, handler: StreamHandler) -> None:
         """See Transport."""
