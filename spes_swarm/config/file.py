@@ -1,7 +1,7 @@
 """Configuration files: YAML with the optional sections `run:` and `peer:`.
 
 A file may begin with `base: FILE.yaml`, whose settings it changes: a path, relative to the file, or the name of a
-configuration that comes with the package.
+configuration that comes with the package. That may have a base, too.
 """
 
 from __future__ import annotations
@@ -92,9 +92,8 @@ def read_config_file(path: str | Path, initial_weights: str | None = None) -> Ra
     source = str(path)
     if not (path := Path(path)).exists() and path.name in (shipped := _shipped()):
         raise ConfigError(f"{path} does not exist; the {path.name} of this package is {shipped[path.name]}")
-    content = _read_content(path)
+    content = _read_layers(path)
     if (base := content.pop("base", None)) is not None:
-        content = _overlay(_read_base(path, base), content)
         source += f" (with its base {base})"
     sections = {"run": RunConfig, "peer": PeerConfig}
     for key in content:
@@ -118,11 +117,15 @@ def _read_content(path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_base(path: Path, name: Any) -> dict[str, Any]:
+def _read_layers(path: Path, built_on: frozenset[Path] = frozenset()) -> dict[str, Any]:
+    """The content of a file with those of its bases below it; `built_on`: the files that have it as a base."""
+    content = _read_content(path)
+    name = content.get("base")
+    if name is None:
+        return content
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{path}: base: found {show(name)}, expected a file next to this one, or its path")
-    base = path.parent / user_path(name)
-    shipped = _shipped()
+    base, built_on, shipped = path.parent / user_path(name), built_on | {path.resolve()}, _shipped()
     if not base.exists() and name in shipped:
         base = shipped[name]
     if not base.exists():
@@ -130,15 +133,12 @@ def _read_base(path: Path, name: Any) -> dict[str, Any]:
             f"{path}: base: {base} does not exist; give a path, or one of those that come with the package: "
             + ", ".join(sorted(shipped))
         )
-    if base.resolve() == path.resolve():
-        raise ConfigError(f"{path}: base: found {show(name)}, expected another file than this one")
+    if base.resolve() in built_on:
+        raise ConfigError(f"{path}: base: found {show(name)}, which is this file, or has it as a base")
     try:
-        content = _read_content(base)
+        return _overlay(_read_layers(base, built_on), content)
     except ConfigError as exc:
         raise ConfigError(f"{path}: base: {exc}") from None
-    if "base" in content:
-        raise ConfigError(f"{path}: base: {name} has a base itself; name that one, and copy what {name} changes")
-    return content
 
 
 def _shipped() -> dict[str, Path]:

@@ -147,6 +147,15 @@ def test_a_base_that_comes_with_the_package_is_found_from_anywhere(tmp_path: Pat
     assert load_config(yaml_file(tmp_path, "base: quickstart.yaml\n")) == (None, PeerConfig(seed=3))
 
 
+def test_a_base_may_have_a_base(tmp_path: Path) -> None:
+    (tmp_path / "lower.yaml").write_text("base: quickstart.yaml\npeer: {seed: 3, name: lower}\n")
+    (tmp_path / "upper.yaml").write_text("base: lower.yaml\nrun: {round: {inner_steps: 7}}\npeer: {name: upper}\n")
+    found = load_config(yaml_file(tmp_path, "base: upper.yaml\npeer: {seed: 4}\n"))
+    run = load_config(default_config_path()).run
+    assert run is not None
+    assert found == (replace(run, round=replace(run.round, inner_steps=7)), PeerConfig(seed=4, name="upper"))
+
+
 def test_a_base_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "shared").mkdir()
@@ -171,17 +180,17 @@ def test_a_configuration_of_the_package_that_is_elsewhere(tmp_path: Path) -> Non
         ("configs/quickstart.yaml", "configs/quickstart.yaml does not exist"),
         ("~nobody-of-this-name/f.yaml", "there is no such home directory"),
         (".", "cannot be read: Is a directory"),
-        ("chained.yaml", "f.yaml: base: chained.yaml has a base itself"),
+        ("chained.yaml", "chained.yaml: base: found 'f.yaml', which is this file, or has it as a base"),
         ("quickstart.yaml\nrnu:", "rnu: unknown key, did you mean run?"),
         ("misspelt.yaml", "f.yaml (with its base misspelt.yaml): run.trainig: unknown key"),
         ("3", "f.yaml: base: found 3, expected"),
         ('""', "f.yaml: base: found '', expected"),
-        ("f.yaml", "f.yaml: base: found 'f.yaml', expected another file than this one"),
-        ("./f.yaml", "f.yaml: base: found './f.yaml', expected another file than this one"),
+        ("f.yaml", "f.yaml: base: found 'f.yaml', which is this file, or has it as a base"),
+        ("./f.yaml", "f.yaml: base: found './f.yaml', which is this file, or has it as a base"),
     ],
 )
 def test_a_base_that_cannot_be_used(tmp_path: Path, base: str, message: str) -> None:
-    (tmp_path / "chained.yaml").write_text("base: misspelt.yaml\n")
+    (tmp_path / "chained.yaml").write_text("base: f.yaml\n")
     (tmp_path / "misspelt.yaml").write_text("run: {trainig: {}}\n")
     (tmp_path / "quickstart.yaml").write_text(default_config_path().read_text())
     with pytest.raises(UserError, match=re.escape(message)):
