@@ -20,6 +20,16 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert (tmp_path / "tutorials" / "friends" / "index.html").exists()
 
 
+def test_figures_are_shown_load_nothing_and_follow_the_colour_scheme() -> None:
+    shown = "".join(page.read_text(encoding="utf-8") for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    assert "```mermaid" not in shown  # the site would load a script from another host
+    for figure in (ROOT / "docs" / "figures").iterdir():
+        assert f"figures/{figure.name})" in shown
+        text = figure.read_text(encoding="utf-8")
+        assert "prefers-color-scheme: dark" in text
+        assert re.findall(r"https?://[^\"]+", text) == ["http://www.w3.org/2000/svg"]
+
+
 def _slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.replace("`", "")).strip().lower().replace(" ", "-")
 
