@@ -181,7 +181,7 @@ def _check_keys(cls: type[Section], values: Any, where: str, key: str) -> dict[s
         if item.default is item.default_factory is dataclasses.MISSING and item.name not in values
     ]
     if missing:
-        raise ConfigError(f"{where}{key}.{missing[0]}: missing, expected {_expected(hints[missing[0]])}")
+        raise ConfigError(f"{where}{key}.{missing[0]}: missing, expected {expectation(hints[missing[0]])}")
     return hints
 
 
@@ -194,7 +194,7 @@ def _checked(hint: Any, value: Any, key: str) -> Any:
     base, constraint, optional = declared(hint)
     if value is None and optional:
         return None
-    wrong = ConfigError(f"{key}: found {show(value)}, expected {_expected(hint)}")
+    wrong = ConfigError(f"{key}: found {show(value)}, expected {expectation(hint)}")
     if get_origin(base) is tuple:
         if not isinstance(value, list | tuple):
             raise wrong
@@ -266,8 +266,8 @@ def declared(hint: Any) -> tuple[Any, Range | Pattern | Grammar | None, bool]:
     return hint, None, False
 
 
-def _expected(hint: Any) -> str:
-    """Describes a declared type in words."""
+def expectation(hint: Any) -> str:
+    """Describes in words what a declared type accepts."""
     base, constraint, optional = declared(hint)
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if isinstance(constraint, Pattern | Grammar):

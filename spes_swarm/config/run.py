@@ -67,10 +67,10 @@ class ModelConfig(Section):
     type: Text  # transformers model_type of a mixture of experts: olmoe, qwen3_moe, mixtral, ...
     settings: dict[str, Setting] = field(default_factory=dict)  # arguments of that type's configuration class
     initial_weights: Hex64 | None = None  # digest of the initial weights, filled in by the founder; None = random
-    # What else the initial model's config.json and generation_config.json say. The founder fills it in, no peer
-    # interprets it, and exports repeat it.
+    # What else the initial model's config.json says. The founder fills it in, no peer interprets it, and exports repeat
+    # it.
     extra_settings: dict[str, Setting] = field(default_factory=dict)
-    generation: dict[str, Setting] = field(default_factory=dict)
+    generation: dict[str, Setting] = field(default_factory=dict)  # the same of its generation_config.json
     # Standard deviations beyond which a random initial weight is drawn again (the paper's runs: 3); None = never.
     init_cutoff: Annotated[float, Range(1, 100)] | None = None
 
@@ -207,7 +207,7 @@ class TokenizerConfig(Section):
 class TrainingConfig(Section):
     """Optimisation: SPES' losses, AdamW or Muon, cosine schedule with warm-up on the swarm's progress."""
 
-    sequence_length: Annotated[int, Range(2, 2**20)]  # tokens
+    sequence_length: Annotated[int, Range(2, 2**20)]  # tokens in each sequence
     batch_size: BatchSize  # sequences per local step, unless a peer overrides it
     learning_rate: Positive  # peak, after warm-up
     warmup_steps: CountOrZero  # inner steps of linear warm-up
@@ -224,7 +224,7 @@ class TrainingConfig(Section):
     adam_beta1: Beta = 0.9  # decay of the first moment
     adam_beta2: Beta = 0.95  # decay of the second moment
     adam_eps: Positive = 1e-8  # added to the square root of the second moment
-    weight_decay: NotNegative = 0.1  # decoupled
+    weight_decay: NotNegative = 0.1  # decoupled weight decay
     decay_norm_and_bias: bool = False  # whether norms and biases decay too (in the paper's runs they do)
     max_grad_norm: Positive = 1.0  # gradients with a larger norm are scaled down to it
     load_balance_weight: NotNegative = 0.01  # weight of the load-balancing loss

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from scripts import reference
 from scripts.flags_reference import COMMAND, PAGE, build_page
 from spes_swarm.config.command_line import flags_of
 from spes_swarm.config.file import setting_keys
@@ -131,6 +132,16 @@ def test_help_names_the_other_defaults(capsys: pytest.CaptureFixture[str], modul
 
 def test_the_reference_of_flags_is_what_the_declarations_say() -> None:
     assert PAGE.read_text(encoding="utf-8") == build_page(), f"run: {COMMAND}"
+
+
+def test_the_references_of_settings_and_errors_are_what_the_code_says() -> None:
+    for page, text in (
+        (reference.CONFIGURATION, reference.build_configuration()),
+        (reference.ERRORS, reference.build_errors()),
+    ):
+        assert page.read_text(encoding="utf-8") == text, f"run: {reference.COMMAND}"
+        assert len(text.splitlines()) <= 150
+    assert list(reference.ADVICE) == [kind.__name__ for kind in reference.all_errors()]
 
 
 def test_every_setting_of_a_peer_is_a_flag_with_its_values_and_default(capsys: pytest.CaptureFixture[str]) -> None:
