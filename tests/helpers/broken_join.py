@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from scripts.testing.forked_peer import ForkServer
+from scripts.testing.forked_peer import ForkedPeer, ForkServer
 from spes_swarm import join, publish
 from spes_swarm.network import run_commands
 from spes_swarm.network.round import exchange
@@ -18,6 +20,7 @@ from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.publishing import background, publisher
 from spes_swarm.training import saving
+from spes_swarm.training.ranks import follower
 
 
 class PlantedError(Exception):
@@ -48,12 +51,27 @@ _BREAKERS: dict[str, Callable[[], None]] = {
     "network": lambda: setattr(run_commands.RunCommandHandler, "table", planted_command),
     "checkpoint": lambda: setattr(saving, "save_checkpoint", planted),
     "publisher": _break_publisher,
+    "rank": lambda: setattr(follower, "compute_share", planted),
 }
 
 
 def launch_broken(part: str) -> ForkServer:
     """Starts `join` in which that part fails: "network", "checkpoint" or "publisher"."""
     return ForkServer(main=partial(_broken_main, part))
+
+
+def launch_broken_rank(arguments: Sequence[str], log: Path) -> ForkedPeer:
+    """Starts rank 0 of `join`, and a rank 1 that fails at its first step, with the environment of torchrun."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
+    main = partial(_broken_main, "rank")
+    zero, _ = (
+        ForkServer(main=main, environment={**os.environ, **torchrun, "RANK": rank, "LOCAL_RANK": rank})(arguments, log)
+        for rank in ("0", "1")
+    )
+    return zero
 
 
 def _broken_main(part: str, arguments: list[str]) -> int:
