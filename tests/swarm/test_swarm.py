@@ -6,30 +6,31 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from scripts.testing.local_peer import PATIENCE_S, LocalPeer
+from scripts.testing.local_peer import LocalPeer
 from spes_swarm.protocol.rounds.plan import PARTS_PER_MEMBER
 from spes_swarm.storage.checkpoint import load_newest
-from spes_swarm.storage.track_record_file import TrackRecordFile
 from tests.helpers.slow_join import launch_slow
-from tests.helpers.swarm import PATIENT, SWARM_RUN, equal_digests, swarm
+from tests.helpers.swarm import PATIENT, SWARM_RUN, Swarm, equal_digests, swarm
 from tests.helpers.tiny_model import tiny_layout
 
 pytestmark = pytest.mark.swarm
 
 
-def test_four_peers_agree_for_twenty_rounds(tmp_path: Path) -> None:
+NUM_ROUNDS = 6
+
+
+def test_four_peers_agree_in_every_round(tmp_path: Path) -> None:
     with swarm(tmp_path, round=PATIENT) as running:
-        peers = running.start_all(4, "--max-rounds", 20, "--experts", 2)
+        peers = running.start_all(4, "--max-rounds", NUM_ROUNDS, "--experts", 2)
         assert [peer.wait() for peer in peers] == [0, 0, 0, 0]
         layout = tiny_layout()
         # fp16: two bytes a value, and four for the scale of each part
         part = max(-(-layout.blocks[0].size // (PARTS_PER_MEMBER * 4)), 1024)
         shared, experts = ((2 + 4 / part) * size for size in (layout.blocks[0].size, 8 * layout.expert_block(0).size))
         formula = 3 / 4 * (2 * shared + experts)
-        for number in range(1, 21):
+        for number in range(1, NUM_ROUNDS + 1):
             equal_digests(peers, number)
             for peer in peers:
                 event = peer.rounds()[number]
@@ -41,13 +42,13 @@ def test_four_peers_agree_for_twenty_rounds(tmp_path: Path) -> None:
         # Together they do the inner steps of all, to the nearest step; up to one of each other peer is predicted. (Not
         # so in the first round: who calls it may not have seen everybody begin.)
         inner_steps = SWARM_RUN["round"]["inner_steps"]
-        for number in range(1, 20):
+        for number in range(1, NUM_ROUNDS):
             done = sum(event["round"] == number for peer in peers for event in peer.events("step"))
             assert 4 * (inner_steps - 0.5) - 3 <= done, number
         held = [set(peer.events("join")[0]["experts"]) for peer in peers]
         assert {peer.events("join")[0]["kernel"] for peer in peers} == {"torch"}
         assert set().union(*held) == set(range(8))
-        assert peers[0].rounds()[20]["eval_loss"] < peers[0].rounds()[1]["eval_loss"]
+        assert peers[0].rounds()[NUM_ROUNDS]["eval_loss"] < peers[0].rounds()[1]["eval_loss"]
         assert not [fault for peer in peers for fault in peer.events("fault")]
 
 
@@ -81,95 +82,104 @@ def hit_during_exchange(peers: list[LocalPeer], victim: LocalPeer, first_round: 
     return hit
 
 
-def test_a_peer_killed_during_an_exchange_costs_the_others_nothing(tmp_path: Path) -> None:
-    with swarm(tmp_path, **WIDE) as running:
-        peers = running.start_all(4, "--experts", 2)
-        survivors, victim = peers[:3], peers[3]
-        hit = hit_during_exchange(peers, victim, 2, signal.SIGKILL)
-        for peer in survivors:
-            event = peer.wait_for_round(hit + 2)
-            assert peer.rounds()[hit]["exchange_seconds"] < 30.0 + 3.0
-            assert event["peers"] == 3
-        for number in (hit, hit + 1, hit + 2):
-            equal_digests(survivors, number)
+def go_on_without_the_victim(survivors: list[LocalPeer], hit: int) -> None:
+    for peer in survivors:
+        assert peer.wait_for_round(hit + 1)["peers"] == 3
+        assert peer.rounds()[hit]["exchange_seconds"] < 30.0 + 3.0
+    for number in (hit, hit + 1):
+        equal_digests(survivors, number)
 
 
-def test_a_frozen_peer_is_passed_over_and_heals(tmp_path: Path) -> None:
+def test_a_peer_frozen_or_killed_during_an_exchange_costs_the_others_nothing(tmp_path: Path) -> None:
     with swarm(tmp_path, **WIDE) as running:
         peers = running.start_all(4, "--experts", 2)
         survivors, victim = peers[:3], peers[3]
         hit = hit_during_exchange(peers, victim, 2, signal.SIGSTOP)
-        for peer in survivors:
-            peer.wait_for_round(hit + 2)
-            assert peer.rounds()[hit]["exchange_seconds"] < 30.0 + 3.0
-        for number in (hit, hit + 1, hit + 2):
-            equal_digests(survivors, number)
+        go_on_without_the_victim(survivors, hit)
         victim.signal_tree(signal.SIGCONT)
         back = victim.wait_for("round", lambda e: e["round"] > hit and e["peers"] == 4)["round"]
         for peer in survivors:
             peer.wait_for_round(back)
         equal_digests(peers, back)
+        hit = hit_during_exchange(peers, victim, max(peers[0].rounds()) + 2, signal.SIGKILL)
+        go_on_without_the_victim(survivors, hit)
 
 
-def test_a_suspended_trainer_holds_the_others_up_only_at_first(tmp_path: Path) -> None:
+def a_suspended_trainer_holds_the_others_up_only_at_first(peers: list[LocalPeer], victim: LocalPeer) -> None:
     """Ctrl-Z stops the trainer but not its network process, which must not go on claiming that it trains."""
+    peers[0].wait_for("round", lambda e: e["peers"] == 3)
+    victim.process.send_signal(signal.SIGSTOP)
+    quick = SWARM_RUN["round"]["window_s"] / 2
+    first = peers[0].wait_for("round", lambda e: e["peers"] == 2 and e["group_seconds"] < quick)["round"]
+    for number in range(first + 1, first + 3):
+        peers[0].wait_for_round(number)
+        assert peers[0].rounds()[number]["group_seconds"] < quick
+    victim.process.send_signal(signal.SIGCONT)
+    back = victim.wait_for("round", lambda e: e["round"] > first and e["peers"] == 3)["round"]
+    for peer in peers:
+        peer.wait_for_round(back)
+    equal_digests(peers, back)
+
+
+def a_founder_that_comes_back_finds_its_swarm(running: Swarm, founder: LocalPeer, others: list[LocalPeer]) -> LocalPeer:
+    """Started again by the very same command, without --initial-peers, it must not go on alone beside the others."""
+    founder.kill()
+    gone_at = max(others[0].rounds()) + 1
+    others[0].wait_for_round(gone_at + 1)
+    again = running.found("--experts", 3)
+    back = again.wait_for("round", lambda e: e["peers"] == 3)["round"]
+    assert back > gone_at
+    for peer in others:
+        peer.wait_for_round(back)
+    equal_digests([again, *others], back)
+    assert again.events("join")[0]["experts"] == founder.rounds()[max(founder.rounds())]["experts_held"]
+    return again
+
+
+def a_leaving_peer_says_goodbye_and_its_checkpoint_is_whole(leaver: LocalPeer, others: list[LocalPeer]) -> None:
+    assert leaver.terminate() == 0
+    assert leaver.events("leave")
+    assert "newest work" not in leaver.text()
+    joined, last = leaver.events("join")[0], leaver.rounds()[max(leaver.rounds())]
+    checkpoints = leaver.output_dir / "checkpoints"
+    checkpoint, complaints = load_newest(checkpoints, joined["run_id"], joined["peer_id"], tiny_layout())
+    assert checkpoint is not None
+    assert not complaints
+    assert checkpoint.meta.held == last["experts_held"]
+    # Shared tensors aside, each of two layers has two stacked expert parameters.
+    assert sum("experts" in name and name.endswith("exp_avg") for name in checkpoint.optimiser()) == 4
+    assert others[0].wait_for_round(max(others[0].rounds()) + 2)["peers"] == 2
+
+
+def a_peer_whose_goodbye_nobody_hears_says_so(leaver: LocalPeer, deaf: LocalPeer) -> None:
+    deaf.signal_tree(signal.SIGSTOP)
+    assert leaver.terminate() == 0
+    assert [fault["kind"] for fault in leaver.events("fault")].count("goodbye") == 1
+    assert "no other peer joined the last round" in leaver.text()
+
+
+def test_peers_are_suspended_come_back_and_leave(tmp_path: Path) -> None:
     with swarm(tmp_path) as running:
-        peers = running.start_all(3, "--experts", 3)
-        victim = peers[2]
-        peers[0].wait_for("round", lambda e: e["peers"] == 3)
-        victim.process.send_signal(signal.SIGSTOP)
-        quick = SWARM_RUN["round"]["window_s"] / 2
-        first = peers[0].wait_for("round", lambda e: e["peers"] == 2 and e["group_seconds"] < quick)["round"]
-        for number in range(first + 1, first + 4):
-            peers[0].wait_for_round(number)
-            assert peers[0].rounds()[number]["group_seconds"] < quick
-        victim.process.send_signal(signal.SIGCONT)
-        back = victim.wait_for("round", lambda e: e["round"] > first and e["peers"] == 3)["round"]
-        for peer in peers:
-            peer.wait_for_round(back)
-        equal_digests(peers, back)
-
-
-def test_damaged_checkpoints_never_restart_a_run(tmp_path: Path) -> None:
-    with swarm(tmp_path) as running:
-        peer = running.found("--max-rounds", 3)
-        assert peer.wait() == 0
-        saved = sorted((peer.output_dir / "checkpoints").iterdir())
-        (saved[-1] / "live.safetensors").write_bytes(b"damaged")
-        again = running.start("peer0", "--max-rounds", 2)
-        assert again.wait() == 0
-        assert min(again.rounds()) == 3  # from the one before
-        for directory in (peer.output_dir / "checkpoints").glob("round-*"):
-            (directory / "reference-00000.safetensors").unlink()
-        last = running.start("peer0", "--max-rounds", 2)
-        assert last.wait() == 2
-        assert "none of the checkpoints" in last.text()
-        assert not last.rounds()
-
-
-def test_a_killed_peer_leaves_no_processes(tmp_path: Path) -> None:
-    with swarm(tmp_path) as running:
-        peer = running.found()
-        peer.wait_for_round(1)
-        tree = peer.kill()
-        assert len(tree) >= 3  # the trainer, the network process, p2pd
-        _, alive = psutil.wait_procs(tree, timeout=PATIENCE_S)
-        assert not alive
+        founder, one, other = running.start_all(3, "--experts", 3)
+        a_suspended_trainer_holds_the_others_up_only_at_first([founder, one, other], victim=other)
+        founder = a_founder_that_comes_back_finds_its_swarm(running, founder, [one, other])
+        a_leaving_peer_says_goodbye_and_its_checkpoint_is_whole(one, [founder, other])
+        a_peer_whose_goodbye_nobody_hears_says_so(other, deaf=founder)
 
 
 def test_a_late_joiner_is_in_step_within_one_round(tmp_path: Path) -> None:
     with swarm(tmp_path) as running:
         running.launch = launch_slow(0.4)  # rounds that last longer than it takes to read a newcomer's record
         # Donors so slow that one of them cannot have sent everything before the next is asked.
-        peers = running.start_all(3, "--experts", 2, "--upload-mbps", 2)
-        peers[0].wait_for_round(3)
-        late = running.join("--experts", 2)
+        peers = running.start_all(2, "--experts", 4, "--upload-mbps", 2)
+        peers[0].wait_for_round(2)
+        late = running.join("--experts", 4)
         sync = late.wait_for("sync")
-        assert sync["round"] >= 3
-        assert len(sync["donors"]) >= 2
+        assert sync["round"] >= 2
+        assert len(sync["donors"]) == 2
         joined = late.wait_for("join")
         first = late.wait_for("round")
-        assert first["peers"] == 4
+        assert first["peers"] == 3
         # Rounds go on while it builds its model; from its first step on it must not miss one. (An event is written
         # after the step that follows the commit.)
         written_by = joined["time"] + 1.0
@@ -187,105 +197,38 @@ def test_a_late_joiner_is_in_step_within_one_round(tmp_path: Path) -> None:
 
 def test_a_stopped_run_goes_on_exactly_where_it_was(tmp_path: Path) -> None:
     """One peer, CPU, fixed seed: stopped by SIGTERM and started again, it gives the digests of an unbroken run."""
-    with swarm(tmp_path, round={"inner_steps": 10}) as running:
-        whole = running.found("--experts", 8, "--seed", 5, "--max-rounds", 6)
+    with swarm(tmp_path) as running:
+        whole = running.found("--experts", 8, "--seed", 5, "--max-rounds", 3)
         assert whole.wait() == 0
-    with swarm(tmp_path, round={"inner_steps": 10}) as running:
         identity = tmp_path / "broken" / "identity.key"
         identity.parent.mkdir()
-        identity.write_bytes((tmp_path / "peer0" / "identity.key").read_bytes())
-        running.launch = launch_slow(0.05)  # it is to be stopped before it has done all its rounds
-        first = running.found("--experts", 8, "--seed", 5, "--max-rounds", 6, name="broken")
-        first.wait_for("step", lambda e: e["round"] == 2 and e["step"] % 10 == 5)
+        identity.write_bytes((whole.output_dir / "identity.key").read_bytes())
+        running.launch = launch_slow(0.3)  # it is to be stopped before it has done all its rounds
+        first = running.found("--experts", 8, "--seed", 5, "--max-rounds", 3, name="broken")
+        first.wait_for("step", lambda e: e["round"] == 1 and e["step"] % 5 == 2)
         assert first.terminate() == 0
         stopped_at = max(first.rounds())
         steps_before = first.events("step")[-1]["step"]
-        assert stopped_at < 6
-        again = running.start("broken", "--experts", 8, "--seed", 5, "--max-rounds", 6 - stopped_at)
+        assert stopped_at < 3
+        again = running.start("broken", "--experts", 8, "--seed", 5, "--max-rounds", 3 - stopped_at)
         assert again.wait() == 0
         assert again.events("step")[0]["step"] == steps_before + 1
         assert again.events("join")[0]["experts"] == first.events("join")[0]["experts"]
         digests = {n: e["digest"] for n, e in {**first.rounds(), **again.rounds()}.items()}
         assert digests == {n: e["digest"] for n, e in whole.rounds().items()}
+        damaged_checkpoints_never_restart_it(running, again)
 
 
-def test_the_whole_swarm_can_die_and_go_on_from_disk(tmp_path: Path) -> None:
-    with swarm(tmp_path) as running:
-        peers = running.start_all(3, "--experts", 3)
-        for peer in peers:
-            peer.wait_for_round(3)
-        experts = {peer.output_dir.name: peer.events("join")[0]["experts"] for peer in peers}
-        for peer in peers:
-            peer.kill()
-        before = max(number for peer in peers for number in peer.rounds())
-        run_id, file = peers[2].events("join")[0]["run_id"], TrackRecordFile(peers[2].output_dir / "track_records.json")
-        known = file.read(run_id)
-        assert known is not None
-        commits = {peer_id: record.commits for peer_id, record in known.tracks.items()}
-        assert commits
-        last_loss = peers[0].rounds()[max(peers[0].rounds())]["eval_loss"]
-        first = running.start("peer0", "--wait-for-peers", 3)
-        others = [running.join("--wait-for-peers", 3, name=f"peer{i}", via=first) for i in (1, 2)]
-        revived = [first, *others]
-        for peer in revived:
-            event = peer.wait_for("round", lambda e: e["peers"] == 3 and e["round"] >= before)
-            assert event["eval_loss"] < last_loss + 0.3
-            assert peer.events("join")[0]["experts"] == experts[peer.output_dir.name]
-        common = set.intersection(*(set(peer.rounds()) for peer in revived))
-        equal_digests(revived, max(common))
-        # What they know of each other is older than these processes.
-        assert others[1].terminate() == 0
-        together = sum(event["peers"] == 3 for event in others[1].rounds().values())
-        known = file.read(run_id)
-        assert known is not None
-        assert all(known.tracks[peer_id].commits >= count + together for peer_id, count in commits.items())
-
-
-def test_a_leaving_peer_says_goodbye_and_its_checkpoint_is_whole(tmp_path: Path) -> None:
-    with swarm(tmp_path) as running:
-        peers = running.start_all(2, "--experts", 4)
-        for peer in peers:
-            peer.wait_for_round(2)
-        assert peers[1].terminate() == 0
-        assert peers[1].events("leave")
-        assert "newest work" not in peers[1].text()
-        run_id = peers[1].events("join")[0]["run_id"]
-        peer_id = peers[1].events("join")[0]["peer_id"]
-        layout = tiny_layout()
-        checkpoint, complaints = load_newest(peers[1].output_dir / "checkpoints", run_id, peer_id, layout)
-        assert checkpoint is not None
-        assert not complaints
-        assert checkpoint.meta.held == peers[1].events("join")[0]["experts"]
-        trained = 1 + 2 * 2  # shared tensors aside, each layer has two stacked expert parameters
-        assert sum("experts" in name and name.endswith("exp_avg") for name in checkpoint.optimiser()) == trained - 1
-        alone = max(peers[0].rounds()) + 1
-        assert peers[0].wait_for_round(alone + 1)["peers"] == 1
-
-
-def test_a_peer_whose_goodbye_nobody_hears_says_so(tmp_path: Path) -> None:
-    with swarm(tmp_path) as running:
-        deaf, leaving = running.start_all(2, "--experts", 4)
-        for peer in running.peers:
-            peer.wait_for_round(2)
-        deaf.signal_tree(signal.SIGSTOP)
-        assert leaving.terminate() == 0
-        assert [fault["kind"] for fault in leaving.events("fault")].count("goodbye") == 1
-        assert "no other peer joined the last round" in leaving.text()
-
-
-def test_a_founder_that_comes_back_finds_its_swarm(tmp_path: Path) -> None:
-    """Started again by the very same command, without --initial-peers, it must not go on alone beside the others."""
-    with swarm(tmp_path) as running:
-        peers = running.start_all(3, "--experts", 3)
-        for peer in peers:
-            peer.wait_for_round(2)
-        peers[0].kill()
-        gone_at = max(peers[1].rounds()) + 1
-        peers[1].wait_for_round(gone_at + 1)
-        again = running.found("--experts", 3)
-        back = again.wait_for("round", lambda e: e["peers"] == 3)["round"]
-        assert back > gone_at
-        for peer in peers[1:]:
-            peer.wait_for_round(back)
-        equal_digests([again, *peers[1:]], back)
-        assert again.events("join")[0]["experts"] == peers[0].events("join")[0]["experts"]
+def damaged_checkpoints_never_restart_it(running: Swarm, peer: LocalPeer) -> None:
+    """The peer has ended after its third round."""
+    checkpoints = peer.output_dir / "checkpoints"
+    (max(checkpoints.iterdir()) / "live.safetensors").write_bytes(b"damaged")
+    again = running.start(peer.output_dir.name, "--max-rounds", 1)
+    assert again.wait() == 0
+    assert min(again.rounds()) == 3  # from the one before
+    for directory in checkpoints.glob("round-*"):
+        (directory / "reference-00000.safetensors").unlink()
+    last = running.start(peer.output_dir.name, "--max-rounds", 1)
+    assert last.wait() == 2
+    assert "none of the checkpoints" in last.text()
+    assert not last.rounds()
