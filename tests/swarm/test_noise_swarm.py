@@ -1,4 +1,4 @@
-"""A member that contributes nothing but noise and claims 2^47 tokens for it, against four real peers.
+"""A member that contributes nothing but noise and claims 2^47 tokens for it, against three real peers.
 
 `scripts/attack.py` measures the same over 20 rounds, beside an honest run.
 """
@@ -18,8 +18,8 @@ from tests.helpers.swarm import equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
 
-NUM_HONEST = 4
-ATTACKED_ROUNDS = 5
+NUM_HONEST = 3
+ATTACKED_ROUNDS = 3
 
 
 def attacked_rounds(directory: Path) -> list[int]:
@@ -34,8 +34,8 @@ def test_training_goes_on_under_the_loudest_noise_and_its_source_is_named(tmp_pa
     directory.mkdir()
     culprit = Identity.load_or_create(directory / "identity.key").peer_id
     with swarm(tmp_path) as running:
-        founder = running.found("--wait-for-peers", NUM_HONEST + 1, "--experts", 2)
-        peers = [founder, *(running.join("--wait-for-peers", NUM_HONEST + 1, "--experts", 2) for _ in range(3))]
+        founder = running.found("--wait-for-peers", NUM_HONEST + 1, "--experts", 3)
+        peers = [founder, *(running.join("--wait-for-peers", NUM_HONEST + 1, "--experts", 3) for _ in range(2))]
         arguments = [founder.address(), str(directory), "--kind", "loud"]
         process = ForkServer(main=noise_peer.main)(arguments, directory / "console.log")
         try:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.swarm
 
 # Nothing bounds results, so a lie does as much harm in one round as it would in many.
 UNBOUNDED = {**PATIENT, "clip": 0.0}
-FIRST_LIE = 12  # the rounds before show how much losses scatter
+FIRST_LIE = 6  # the rounds before show how much losses scatter
 TOGETHER = ("--wait-for-peers", 5, "--experts", 2)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from scripts.testing.local_peer import LocalPeer
 from tests.helpers.repository import ROOT
+from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import REASONABLE_S, Swarm, swarm
 from tests.helpers.token_files import save_headerless
 
@@ -29,6 +30,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
     """A founder that trains on a text of its own."""
     directory = tmp_path_factory.mktemp("data")
     with swarm(directory) as started:
+        started.launch = launch_slow(0.3)  # it trains for as long as the tests take
         started.found("--data", text_file(directory / "verses.txt", "to be or not to be"), "--experts", 4)
         yield started
 
