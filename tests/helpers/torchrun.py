@@ -9,18 +9,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from scripts.testing.forked_peer import ForkServer
 from scripts.testing.local_peer import LocalPeer, PeerProcess
 from tests.helpers import slow_join
 from tests.helpers.repository import ROOT
 
 NUM_RANKS = 2
+_SHUTDOWN_S = 600  # for a last round on a busy machine; by default 30 s
 
 
 def launch_ranks(arguments: Sequence[str], log: Path, module: str = slow_join.__name__) -> PeerProcess:
     """Like local_peer.launch_join, with two ranks, by default with a pause before each step."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
-    torchrun += ["--shutdown-timeout", "600"]  # for a last round on a busy machine; by default 30 s
+    torchrun += ["--shutdown-timeout", str(_SHUTDOWN_S)]
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", *torchrun, "-m", module, *arguments],
@@ -32,9 +35,32 @@ def launch_ranks(arguments: Sequence[str], log: Path, module: str = slow_join.__
         )
 
 
-def rank_process(peer: LocalPeer, rank: int) -> psutil.Process:
-    """The process of one rank."""
-    (found,) = (
-        process for process in psutil.Process(peer.process.pid).children() if process.environ().get("RANK") == str(rank)
+def launch_forked_ranks() -> ForkServer:
+    """As `launch_ranks`, without the time for imports: torchrun's agent and the ranks are forked."""
+    return ForkServer(main=_agent_main)
+
+
+def _agent_main(arguments: list[str]) -> int:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=NUM_RANKS,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+        max_restarts=0,
+        shutdown_timeout=_SHUTDOWN_S,
     )
+    elastic_launch(config, _rank_main)(arguments)
+    return 0
+
+
+def _rank_main(arguments: list[str]) -> None:
+    if code := slow_join.sleeping_main(slow_join.PAUSE_S, arguments):
+        sys.exit(code)  # torchrun waits for others of a process that returns
+
+
+def rank_process(peer: LocalPeer, rank: int) -> psutil.Process:
+    """The process of one of two ranks: rank 0 alone has a network process."""
+    (found,) = (p for p in psutil.Process(peer.process.pid).children() if bool(p.children()) == (rank == 0))
     return found
