@@ -13,37 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.network.link.wire import Channel, open_channel
 from spes_swarm.network.round.audits import Audits
 from spes_swarm.network.round.proofs import Proofs
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
-from spes_swarm.protocol.rounds.plan import Part, Plan, make_plan
-from spes_swarm.protocol.rounds.reducing import Reduction
+from spes_swarm.protocol.rounds.plan import Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.taking_back import Previous
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 from tests.helpers.hosts import MEMBERS, Endpoint, connected
+from tests.helpers.lying_reducer import lying_state
 from tests.helpers.rounds import BOUNDED, KEY, RUN_ID, UNBOUNDED, form, peer, small_layout
 
 LAYOUT = small_layout()
 STALL_S = 8.0  # a member that shows nothing is asked again after a quarter of it
 LIAR, SILENT = 0, 3
-
-
-class Flipped(Reduction):
-    """Reduces to the mean with its sign flipped."""
-
-    def _mean(self, part: Part, accumulator: Any) -> FloatArray:
-        return -super()._mean(part, accumulator)
-
-
-class Liar(RoundState):
-    """One that does so."""
-
-    reduce_by = Flipped
 
 
 @dataclass
@@ -67,14 +53,15 @@ class Auditor:
 def exchanged(
     num_members: int = 4,
     *,
-    lying: bool = True,
+    lying: str | None = "flipped",
     keeping: bool = True,
     clients: Collection[int] = (),
     opposing: int | None = None,
     length: float = -1.0,
 ) -> list[RoundState]:
-    """A committed exchange; the first member may lie, and the fourth may keep nothing of it.
+    """A committed exchange; the fourth member may keep nothing of it.
 
+    `lying`: how the first member lies about results (`KINDS` of lying_reducer.py), if it does.
     `clients`: members that others cannot reach. `opposing`: whoever contributes so many times (`length`) what
     all others do, who contribute the same.
     """
@@ -93,7 +80,7 @@ def exchanged(
     plan = make_plan(group, LAYOUT, 64, clip=0.0 if opposing is None else 1.5)
     bounds = UNBOUNDED if opposing is None else BOUNDED
     states = [
-        (Liar if lying and i == LIAR else RoundState)(
+        (lying_state(lying) if lying is not None and i == LIAR else RoundState)(
             group, plan, i, m.reference, m.live_N, get_codec("fp16"), bounds, KEY, TrackRecords(), None, m.previous
         )
         for i, m in enumerate(members)

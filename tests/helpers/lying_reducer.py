@@ -59,7 +59,8 @@ def launch_lying(kind: str, first_round: int = 0, pause_s: float = PAUSE_S) -> F
     return ForkServer(main=partial(_lying_main, kind, first_round, main=partial(sleeping_main, pause_s)))
 
 
-def _lying_main(kind: str, first_round: int, arguments: list[str], main: Main = join.main) -> int:
+def lying_state(kind: str, first_round: int = 0) -> type[RoundState]:
+    """Returns the rounds of a member that lies from a round on about the results that it reduces."""
     values = LIES.get(kind, np.negative if kind in ("some", "forged", "hiding") else np.copy)
 
     def lies(plan: Plan) -> bool:
@@ -102,11 +103,20 @@ def _lying_main(kind: str, first_round: int, arguments: list[str], main: Main = 
             extra = encode(result.included, self.plan.num_members, signed, {} if sent is None else sent)
             return Frame(FrameKind.DATA, Form.DELTA, index, 0.0, extra, opposite)
 
+    class LyingState(RoundState):
+        reduce_by = LyingReduction
+        results_by = LyingResults
+
+    return LyingState
+
+
+def _lying_main(kind: str, first_round: int, arguments: list[str], main: Main = join.main) -> int:
     async def show_nothing(audits: Audits, state: RoundState, channel: Channel, indices: list[int]) -> None:
         del audits, state, channel, indices
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(RoundState, reduce_by=LyingReduction, results_by=LyingResults))
+        lying = lying_state(kind, first_round)
+        stack.enter_context(mock.patch.multiple(RoundState, reduce_by=lying.reduce_by, results_by=lying.results_by))
         if kind in ("hiding", "accomplice"):
             stack.enter_context(mock.patch.object(Audits, "_show", show_nothing))
         return main(arguments)

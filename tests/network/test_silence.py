@@ -394,7 +394,7 @@ def test_a_liar_that_shows_its_work_to_nobody_hides_after_three_rounds(monkeypat
 
 def test_a_helper_grants_each_auditor_little_and_all_together_not_much_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(silence_module, "MAX_FOR_ALL", MAX_FOR_ONE + 1)
-    states = exchanged(5, lying=False)
+    states = exchanged(5, lying=None)
     part = reduced_by(states[0], 4)[0]
 
     async def test() -> None:
@@ -415,7 +415,7 @@ def test_a_helper_grants_each_auditor_little_and_all_together_not_much_more(monk
 
 
 def test_those_who_ask_for_the_same_share_a_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = exchanged(5, lying=False)
+    states = exchanged(5, lying=None)
     part = reduced_by(states[0], 4)[0]
 
     async def test() -> None:
@@ -447,7 +447,7 @@ def test_those_who_ask_for_the_same_share_a_fetch(monkeypatch: pytest.MonkeyPatc
 
 
 def test_who_was_silent_to_a_helper_is_not_asked_for_each_auditor_again() -> None:
-    states = exchanged(5, lying=False)
+    states = exchanged(5, lying=None)
     parts = reduced_by(states[0], 4)
 
     async def test() -> None:
@@ -468,7 +468,7 @@ def test_who_was_silent_to_a_helper_is_not_asked_for_each_auditor_again() -> Non
 
 
 def test_a_helper_takes_nothing_longer_than_a_contribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    states = exchanged(lying=False)
+    states = exchanged(lying=None)
     honest = own_contribution
 
     def longer(state: RoundState, part: Part) -> Frame | None:
@@ -492,7 +492,7 @@ def test_a_helper_takes_nothing_longer_than_a_contribution(monkeypatch: pytest.M
 @pytest.mark.parametrize("of", [0, 1, "somebody", b"bytes", 1.5, [], {}], ids=repr)
 def test_a_third_member_of_the_group_is_asked_about(of: object) -> None:
     """Not the auditor or the helper itself, nor anybody else."""
-    states = exchanged(lying=False)
+    states = exchanged(lying=None)
 
     async def test() -> None:
         async with auditors(states) as members:
@@ -506,7 +506,7 @@ def test_a_third_member_of_the_group_is_asked_about(of: object) -> None:
 
 
 def test_other_groups_and_parts_are_not_asked_for() -> None:
-    states = exchanged(lying=False)
+    states = exchanged(lying=None)
 
     async def test() -> None:
         async with auditors(states) as members:
@@ -527,7 +527,7 @@ NUMBER = st.integers(0, 30) | st.integers(0, (1 << 32) - 1)
 
 @pytest.fixture(scope="module")
 def honest_states() -> list[RoundState]:
-    return exchanged(lying=False)
+    return exchanged(lying=None)
 
 
 @settings(deadline=None)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripts.testing.local_peer import Event, LocalPeer
+from spes_swarm import proof
+from tests.helpers.commands import output_of
 from tests.helpers.lying_reducer import launch_lying
 from tests.helpers.slow_join import launch_slow
-from tests.helpers.swarm import PATIENT, REASONABLE_S, equal_digests, swarm
+from tests.helpers.swarm import PATIENT, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
 
@@ -28,34 +28,8 @@ def proven(peer: LocalPeer, culprit: str) -> Event:
     return event
 
 
-def verify(*arguments: object) -> str:
-    command = [sys.executable, "-m", "spes_swarm.proof", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=REASONABLE_S).stdout
-
-
 def proofs_of(peer: LocalPeer) -> list[Path]:
     return sorted((peer.output_dir / "proofs").glob("*.proof"))
-
-
-@pytest.mark.parametrize("kind", ["flipped", "forged", "two-faced"])
-def test_a_lie_is_proven_by_all_honest_members_and_ends_participation(kind: str, tmp_path: Path) -> None:
-    with swarm(tmp_path, round=PATIENT) as running:
-        honest = [running.found(*TOGETHER), running.join(*TOGETHER), running.join(*TOGETHER)]
-        running.launch = launch_lying(kind, FIRST_LIE)
-        liar = running.join(*TOGETHER, "--seed", 9, name="liar")
-        culprit = liar.wait_for("join")["peer_id"]
-        for peer in honest:
-            proven(peer, culprit)
-            assert {event["peer"] for event in peer.events("fault") if event["kind"] == "proven"} == {culprit}
-            assert culprit in verify(*proofs_of(peer))
-        liar.wait_for_text(EXCLUDED)
-        assert liar.wait() == 2
-        last = [max(number for number, event in peer.rounds().items() if event["peers"] == 4) for peer in honest]
-        assert max(last) - min(last) <= 1
-        end = max(last) + 2
-        for peer in honest:
-            peer.wait_for_round(end)
-            assert {event["peers"] for number, event in peer.rounds().items() if number > max(last)} == {3}
 
 
 def test_the_work_of_a_member_that_shows_it_to_nobody_does_not_count(tmp_path: Path) -> None:
@@ -80,8 +54,8 @@ def test_the_work_of_a_member_that_shows_it_to_nobody_does_not_count(tmp_path: P
         equal_digests([*honest, accomplice], later["round"])
 
 
-def test_an_excluded_peer_stays_out_until_the_founder_pardons_it(tmp_path: Path) -> None:
-    """Also of the rounds of those who come later: they fetch the proof."""
+def test_a_lie_is_proven_by_all_honest_members_and_excludes_until_the_founder_pardons_it(tmp_path: Path) -> None:
+    """Those who come later fetch the proof. tests/network/test_audits.py has the other kinds of lies."""
     with swarm(tmp_path, round=PATIENT) as running:
         honest = [running.found(*TOGETHER), running.join(*TOGETHER), running.join(*TOGETHER)]
         running.launch = launch_lying("two-faced", FIRST_LIE)
@@ -89,7 +63,17 @@ def test_an_excluded_peer_stays_out_until_the_founder_pardons_it(tmp_path: Path)
         culprit = liar.wait_for("join")["peer_id"]
         for peer in honest:
             proven(peer, culprit)
+            assert {event["peer"] for event in peer.events("fault") if event["kind"] == "proven"} == {culprit}
+            assert culprit in output_of(proof.main, *proofs_of(peer))
+        liar.wait_for_text(EXCLUDED)
         assert liar.wait() == 2
+        last = [max(number for number, event in peer.rounds().items() if event["peers"] == 4) for peer in honest]
+        assert max(last) - min(last) <= 1
+        end = max(last) + 2
+        for peer in honest:
+            peer.wait_for_round(end)
+            assert {event["peers"] for number, event in peer.rounds().items() if number > max(last)} == {3}
+
         running.launch = launch_slow()
         newcomer = running.join("--experts", 4, "--seed", 10, name="newcomer")
         assert proven(newcomer, culprit)["detail"].startswith("it lied in round ")
@@ -99,7 +83,7 @@ def test_an_excluded_peer_stays_out_until_the_founder_pardons_it(tmp_path: Path)
         refused = running.join(*again, name="liar", via=newcomer)
         assert refused.wait() == 2
         assert f"{culprit} is excluded: a proof shows a lie in round" in refused.text()
-        said = verify("--pardon", "--output-dir", honest[0].output_dir, *proofs_of(honest[0]))
+        said = output_of(proof.main, "--pardon", "--output-dir", honest[0].output_dir, *proofs_of(honest[0]))
         assert f"pardoned {culprit} for its lies up to round " in said
         assert "the running peer passes it on now" in said
         pardoned = running.join(*again, name="liar", via=honest[1])
