@@ -1,4 +1,4 @@
-"""A stranger that submits statements with the largest bandwidth, and does nothing else, among four real peers.
+"""Strangers that submit statements with the largest bandwidth, and do nothing else, among four real peers.
 
 `scripts/attack.py --kinds silent lying --rounds 30` measures the loss beside that of an honest run.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -54,36 +54,29 @@ def wait_for_groups(directory: Path, peer: LocalPeer, count: int) -> list[int]:
     return list(present)
 
 
-@pytest.mark.parametrize("kind", ["silent", "lying"])
-def test_a_stranger_neither_stops_nor_steers_the_shared_layers(tmp_path: Path, kind: str) -> None:
-    stranger = tmp_path / "stranger"
-    with swarm(tmp_path) as running:
+def test_strangers_neither_stop_nor_steer_the_shared_layers(tmp_path: Path) -> None:
+    """One that claims work is waited for twice, and then left out."""
+    silent, lying, owing = (tmp_path / kind for kind in ("silent", "lying", "owing"))
+    with swarm(tmp_path) as running, ExitStack() as strangers:
         peers = running.start_all(NUM_HONEST, "--experts", 2)
-        with intruding(stranger, peers, kind):
-            first = wait_for_groups(stranger, peers[0], 1)[0]
-            while max(groups(stranger)) < first + ROUNDS:
-                peers[0].wait_for_round(max(peers[0].rounds()) + 1)
-            last = max(max(peer.rounds()) for peer in peers)
-            for peer in peers:
-                peer.wait_for_round(last)
-        assert not any(parts for number, parts in groups(stranger).items() if number > first + 1)
+        for directory in (silent, lying, owing):
+            strangers.enter_context(intruding(directory, peers, directory.name))
+        first = max(wait_for_groups(directory, peers[0], 1)[0] for directory in (silent, lying, owing))
+        second = wait_for_groups(owing, peers[0], 2)[1]
+        while min(max(groups(silent)), max(groups(lying))) < max(first + ROUNDS, second + 8):
+            peers[0].wait_for_round(max(peers[0].rounds()) + 1)
+        assert not [number for number in groups(owing) if second < number <= second + 8]
+        last = max(max(peer.rounds()) for peer in peers)
+        for peer in peers:
+            peer.wait_for_round(last)
+        for directory in (silent, lying):
+            assert not any(parts for number, parts in groups(directory).items() if number > first + 1)
         for number in range(first + 2, last + 1):
             equal_digests(peers, number)
             assert [peer.rounds()[number]["parts_missing"] for peer in peers] == [0] * NUM_HONEST
         losses = {number: event["eval_loss"] for number, event in peers[0].rounds().items()}
         assert losses[last] < losses[first + 2] < UNTRAINED_LOSS
         assert not [fault for peer in peers for fault in peer.events("fault") if fault["kind"] == "standstill"]
-
-
-def test_a_stranger_that_claims_work_is_waited_for_twice_and_then_left_out(tmp_path: Path) -> None:
-    stranger = tmp_path / "stranger"
-    with swarm(tmp_path) as running:
-        peers = running.start_all(NUM_HONEST, "--experts", 2)
-        with intruding(stranger, peers, "owing"):
-            second = wait_for_groups(stranger, peers[0], 2)[1]
-            for peer in peers:
-                peer.wait_for_round(second + 8)
-        assert not [number for number in groups(stranger) if second < number <= second + 8]
 
 
 def test_a_founder_that_is_still_alone_is_not_stopped_by_a_stranger(tmp_path: Path) -> None:
