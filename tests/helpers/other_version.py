@@ -1,6 +1,7 @@
-"""A version of spes_swarm that speaks another protocol: `python -m tests.helpers.other_version 6.1 join ...`.
+"""Versions of spes_swarm that speak another protocol.
 
-It measures one more metric, and its records and statements have a field that this version does not know.
+`python -m tests.helpers.other_version 6.1 join ...` measures one more metric, too, and its records and statements have
+a field that this version does not know. `with_protocol` has only another number.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.testing.local_peer import PeerProcess
+
+SLOW_S = 0.5  # before each step: the interpreters of other versions start meanwhile, which takes longer than rounds
 
 
 def command(version: str, name: str, *arguments: object) -> list[str]:
@@ -36,6 +39,17 @@ def launch_version(version: str) -> Callable[[Sequence[str], Path], PeerProcess]
             )
 
     return launch
+
+
+def with_protocol(number: str, main: Callable[[list[str]], int], arguments: list[str]) -> int:
+    """Runs a command in this process, which has imported everything, as that version; for the fork server."""
+    from spes_swarm.protocol import version
+
+    protocol = version.Version(*map(int, number.split(".")))
+    for module in [module for name, module in sys.modules.items() if name.startswith("spes_swarm.")]:
+        if hasattr(module, "PROTOCOL"):
+            setattr(module, "PROTOCOL", protocol)  # noqa: B010 - it is final
+    return main(arguments)
 
 
 def _become(number: str) -> None:
@@ -67,9 +81,9 @@ def main(arguments: list[str]) -> int:
 
         measure: Any = commits.RoundLosses  # type: ignore[attr-defined]
         setattr(commits, "RoundLosses", partial(measure, grad_norm=0.5))  # noqa: B010 - mypy: it is a class
-        from tests.helpers.slow_join import PAUSE_S, sleeping_main
+        from tests.helpers.slow_join import sleeping_main
 
-        return sleeping_main(PAUSE_S, rest)
+        return sleeping_main(SLOW_S, rest)
     code: int = import_module(f"spes_swarm.{name}").main(rest)
     return code
 
