@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -17,6 +15,8 @@ from hivemind.dht import DHTNode
 
 from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.base.address import peer_id_of
+from spes_swarm.invite import main as invite_main
+from spes_swarm.monitor.__main__ import main as monitor
 from spes_swarm.network.link.dht_records import Records
 from spes_swarm.network.link.rpc import RefusedError
 from spes_swarm.network.link.wire import open_channel
@@ -26,18 +26,21 @@ from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.protocol.admission.grants import read_invitation
 from spes_swarm.protocol.members.records import Lease, Progress
 from spes_swarm.protocol.rounds.frames import FrameKind
+from tests.helpers.commands import output_of
 from tests.helpers.hostile_peer import joined
 from tests.helpers.records import lease, progress
 from tests.helpers.rounds import identity
+from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import PATIENT, Swarm, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
 
+STEP_S = 0.3  # most of the time, others start or invite, and no round matters
+
 
 def invite(peer: LocalPeer, *arguments: str) -> str:
     """What the command prints; it may be used while the peer runs."""
-    command = [sys.executable, "-m", "spes_swarm.invite", "--output-dir", str(peer.output_dir), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
+    return output_of(invite_main, "--output-dir", peer.output_dir, *arguments)
 
 
 def word_in(text: str) -> str:
@@ -67,8 +70,11 @@ def joint_round(peers: list[LocalPeer], after: int) -> int:
     return number
 
 
-def test_a_delegate_invites_while_the_founder_is_away_and_takes_it_back(tmp_path: Path) -> None:
+def test_a_stranger_gets_nothing_and_a_delegate_invites_while_the_founder_is_away_and_takes_it_back(
+    tmp_path: Path,
+) -> None:
     with swarm(tmp_path, round=PATIENT) as running:
+        running.launch = launch_slow(STEP_S)
         founder = running.found("--private", "--wait-for-peers", 3)
         assert "founding a private run" in founder.wait_for_text("founding[^\n]*")[0]
         friend_word = word_in(founder.wait_for_text("others join with.*--invitation \\S+")[0])
@@ -77,7 +83,12 @@ def test_a_delegate_invites_while_the_founder_is_away_and_takes_it_back(tmp_path
         friend = running.join("--invitation", friend_word, "--wait-for-peers", 3, name="friend")
         dora_word = word_in(invite(founder, "--for", "dora", "--delegate"))
         dora = running.join("--invitation", dora_word, "--wait-for-peers", 3, name="dora")
-        joint_round([founder, friend, dora], 0)
+        first = joint_round([founder, friend, dora], 0)
+
+        asyncio.run(_intrude(founder.address(), read_invitation(friend_word).admit(peer_id_of(friend.address()))))
+        number = joint_round([founder, friend, dora], max(founder.rounds()))
+        assert {round_["peers"] for n, round_ in founder.rounds().items() if first <= n < number} == {3}
+        assert {fault["kind"] for fault in founder.events("fault")} >= {"stranger"}
 
         assert founder.terminate() == 0
         eve_word = word_in(invite(dora, "--for", "eve", "--experts", "1"))
@@ -104,20 +115,8 @@ def test_a_delegate_invites_while_the_founder_is_away_and_takes_it_back(tmp_path
         assert "revoked" in invite(founder, "--list")
 
 
-def test_a_stranger_gets_nothing_from_the_members_and_counts_for_nothing(tmp_path: Path) -> None:
-    """It knows the manifest, as the run is visible to all, and one admission: that of a member."""
-    with swarm(tmp_path, round=PATIENT) as running:
-        founder = running.found("--private", "--wait-for-peers", 2)
-        word = word_in(founder.wait_for_text("others join with.*--invitation \\S+")[0])
-        friend = running.join("--invitation", word, "--wait-for-peers", 2, name="friend")
-        joint_round([founder, friend], 0)
-        asyncio.run(_intrude(founder.address(), read_invitation(word).admit(peer_id_of(friend.address()))))
-        number = joint_round([founder, friend], max(founder.rounds()))
-        assert {round_["peers"] for n, round_ in founder.rounds().items() if n < number} == {2}
-        assert {fault["kind"] for fault in founder.events("fault")} >= {"stranger"}
-
-
 async def _intrude(maddr: str, stolen: bytes) -> None:
+    """As a stranger that knows the manifest, since the run is visible to all, and one admission: that of a member."""
     founder, own = peer_id_of(maddr), identity(3)
     async with joined(maddr, own) as (daemon, rpc, manifest):
         rpc.admission = stolen
@@ -155,13 +154,12 @@ async def node_of(daemon: Daemon, maddr: str) -> AsyncIterator[DHTNode]:
 def test_the_one_line_of_a_refusal_is_all_that_a_stranger_gets(tmp_path: Path) -> None:
     """In a run that only members see. What it is told by whom it calls is measured in tests/network/test_door.py."""
     with swarm(tmp_path, admission="allow-list", visible="members") as running:
+        running.launch = launch_slow(STEP_S)
         founder = running.found()
         founder.wait_for_round(1)
-        watch = [sys.executable, "-m", "spes_swarm.monitor", "--initial-peers", founder.address(), "--once"]
-        looked = subprocess.run(watch, capture_output=True, text=True, timeout=PATIENCE_S)
-        assert looked.returncode == 2
-        assert "this run is private" in looked.stderr
-        assert looked.stderr.count("\n") == 1
+        seen = output_of(monitor, "--initial-peers", founder.address(), "--once", code=2)
+        assert "this run is private" in seen
+        assert seen.count("\n") == 1
         line = refused(running.join(name="guest"))
         found = re.search(r"this run is private: ask its founder to allow (\w+)", line)
         assert found is not None, line
