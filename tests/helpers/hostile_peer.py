@@ -1,8 +1,7 @@
-"""A hostile member for tests: joins a run properly, then lies in every round, each time in another way.
+"""Hostile members for tests: an exchange that lies on all streams, and the real services around others like it.
 
-It uses the real services (signed statements, records, leases, rendezvous) and replaces what goes over the round's
-streams. `python -m tests.helpers.hostile_peer MADDR DIRECTORY` writes DIRECTORY/rounds.jsonl, a line {"round", "mode"}
-when the group of a round has formed. After the last mode it stays quiet but alive until it is killed.
+`membership` joins a run properly (signed statements, records, leases, rendezvous), with another exchange in place of
+the honest one.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import math
 import os
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,9 +20,8 @@ from unittest import mock
 import numpy as np
 
 from spes_swarm.base.arrays import FloatArray
-from spes_swarm.base.errors import ProtocolError, RoundError, TransferError
+from spes_swarm.base.errors import ProtocolError, RoundError
 from spes_swarm.config.manifest import Manifest, open_manifest
-from spes_swarm.metrics import events
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.network import run_services
 from spes_swarm.network.link.rpc import Rpc
@@ -35,7 +31,7 @@ from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.transport.daemon import Daemon, bootstrap
 from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.port.commands import Called, Notification
-from spes_swarm.port.messages import CaughtUp, Presence, SwarmView
+from spes_swarm.port.messages import Presence, SwarmView
 from spes_swarm.protocol.averaging.commitments import Commitment
 from spes_swarm.protocol.bitmap import bitmap
 from spes_swarm.protocol.consensus.codec import EXACT
@@ -180,13 +176,11 @@ class HostileExchange(Exchange):
 
 
 class _Listener:
-    """Notices calls and groups."""
+    """Notices calls and views."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self) -> None:
         self.called = asyncio.Event()
         self.viewed = asyncio.Event()
-        self.group: tuple[int, int] = (0, 0)
-        self._directory = directory
 
     def on_fault(self, peer_id: str, error: ProtocolError) -> None:
         print("fault", peer_id, error, flush=True)
@@ -201,8 +195,6 @@ class _Listener:
                 self.called.set()
             case SwarmView():
                 self.viewed.set()
-            case events.Group():
-                self.group = (notification.round, notification.peers)
 
 
 async def beat_forever(services: run_services.RunServices) -> None:
@@ -239,7 +231,7 @@ async def membership(
         run = manifest.run
         layout = layout_of(build_model(run.model.type, run.model.settings, 0, "cpu", on_meta=True))
         settings, reference, contribution = settings_without_trainer(manifest, layout, maddr)
-        listener = _Listener(directory)
+        listener = _Listener()
         limits = ExchangeLimits.of(run.round)
         exchange = make_exchange(daemon.transport, rpc, manifest.run_id, limits, listener.on_fault, MEMBERS)
         with mock.patch.object(run_services, "Exchange", return_value=exchange):
@@ -262,43 +254,3 @@ async def membership(
         beating.cancel()
         await services.commands.set_presence(dataclasses.replace(presence, state="leaving", experts=()))
         await asyncio.Event().wait()
-
-
-async def take_part(maddr: str, directory: Path) -> None:
-    """Lives until all modes have been used in a round of four, then only keeps its connections."""
-    async with membership(maddr, directory, HostileExchange, num_experts=2, tokens_per_step=128) as member:
-        services, exchange = member.services, member.exchange
-        assert isinstance(exchange, HostileExchange)
-        held = member.presence.experts
-        modes = list(MODES)
-        with (directory / "rounds.jsonl").open("a", buffering=1) as log:
-            while modes:
-                await member.listener.called.wait()
-                member.listener.called.clear()
-                exchange.mode = modes[0]
-                member.contribution_N[:] = member.reference_N
-                try:
-                    report = await services.commands.run_round(1 << 40, (1 << 40,) * len(held), leaving=False)
-                except (RoundError, TransferError) as exc:
-                    print("round", exc, flush=True)
-                    await services.commands.download(if_newer=False)
-                    continue
-                if isinstance(report, CaughtUp):
-                    continue
-                held = report.experts.held
-                if len(report.commit.members) >= 4:
-                    log.write(json.dumps({"round": report.commit.round, "mode": modes.pop(0)}) + "\n")
-                # What counts is the honest members' reference, when they are through with the round.
-                await member.others_have_committed(report.commit.round)
-                await services.commands.download(if_newer=False)
-
-
-def main(arguments: list[str]) -> int:
-    """Takes part until it is killed; see above."""
-    maddr, directory = arguments
-    asyncio.run(take_part(maddr, Path(directory)))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
