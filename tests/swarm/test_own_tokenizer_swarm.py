@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from scripts.testing.local_peer import PeerProcess
 from spes_swarm import publish, tokenize
 from spes_swarm.data.tokenizer import load_tokenizer, train_bpe
 from spes_swarm.export import export_model
+from tests.helpers.hub_join import launch_without_hub
 from tests.helpers.repository import ROOT
-from tests.helpers.swarm import Launch, Swarm
+from tests.helpers.swarm import Swarm
 
 pytestmark = pytest.mark.swarm
-
-
-def launch_in(directory: Path) -> Launch:
-    """Starts peers in this working directory. Nothing answers in the Hub's place."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1"}
-
-    def launch(arguments: Sequence[str], log: Path) -> PeerProcess:
-        with log.open("ab") as output:
-            command = [sys.executable, "-m", "spes_swarm.join", *arguments]
-            return subprocess.Popen(command, cwd=directory, stdout=output, stderr=output, env=environment)
-
-    return launch
 
 
 def test_a_tokenizer_made_by_the_founder_travels_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,9 +33,9 @@ def test_a_tokenizer_made_by_the_founder_travels_with_the_run(tmp_path: Path, mo
     expected = load_tokenizer(own / "tokenizer").digest
     settings = {"tokenizer": {"name": "my-bpe/tokenizer"}, "model": {"settings": {"vocab_size": 272}}}
     with Swarm(tmp_path, settings) as running:
-        running.launch = launch_in(tmp_path / "founder")
+        running.launch = launch_without_hub(tmp_path / "founder")
         founder = running.found("--data", "my-bpe", "--wait-for-peers", 2, "--max-rounds", 2)
-        running.launch = launch_in(tmp_path / "friend")
+        running.launch = launch_without_hub(tmp_path / "friend")
         friend = running.join("--data", tmp_path / "copy", "--wait-for-peers", 2, "--max-rounds", 2)
         assert [founder.wait(), friend.wait()] == [0, 0], founder.text() + friend.text()
         assert "other peers get" in founder.text()

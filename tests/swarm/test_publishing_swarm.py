@@ -13,11 +13,16 @@ import pytest
 import yaml
 
 from scripts.testing.local_peer import PATIENCE_S, LocalPeer, LocalPeerError
-from tests.helpers.hub_server import STRANGER_TOKEN, TOKEN, HubServer, launch_by_itself
-from tests.helpers.slow_join import launch_slow
+from spes_swarm import publish
+from tests.helpers.hub_join import launch_at
+from tests.helpers.hub_server import STRANGER_TOKEN, TOKEN, HubServer
 from tests.helpers.swarm import TINY_RUN, merged
 
-pytestmark = pytest.mark.swarm
+pytestmark = [
+    pytest.mark.swarm,
+    # huggingface_hub still sends files as its HTTP library no longer likes them.
+    pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning"),
+]
 REPOSITORY = "user/model"
 
 
@@ -27,13 +32,11 @@ def hub(tmp_path: Path) -> Iterator[HubServer]:
         yield server
 
 
-def start(hub: HubServer, directory: Path, *arguments: object) -> LocalPeer:
+def start(hub: HubServer, directory: Path, *arguments: object, token: str = TOKEN) -> LocalPeer:
     common = ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
-    # Who only publishes does it in a process of its own, whose environment is all that matters. It has the lowest
-    # priority: peers that train as fast as they can would leave it nothing of a busy machine, and would already be
-    # due to publish again when it has ended.
-    launch = launch_by_itself(hub) if "--from-hub" in arguments else launch_slow(0.15, hub.environment())
-    return LocalPeer(directory, [*common, *map(str, arguments)], launch)
+    # The process that publishes has the lowest priority: peers that train as fast as they can would leave it nothing
+    # of a busy machine, and would already be due to publish again when it has ended.
+    return LocalPeer(directory, [*common, *map(str, arguments)], launch_at(hub, token, pause_s=0.3))
 
 
 def publisher_of(peer: LocalPeer) -> psutil.Process | None:
@@ -100,13 +103,17 @@ def test_a_dead_publisher_is_replaced_and_the_run_goes_on_from_the_hub(tmp_path:
     assert str(tmp_path) not in card
 
 
-def test_a_newcomer_takes_from_the_hub_what_the_swarm_still_has(tmp_path: Path, hub: HubServer) -> None:
+def test_a_newcomer_takes_from_the_hub_what_the_swarm_still_has(
+    tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only half of the experts are trained, so the blocks of the others stay as they were published."""
     config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump({"run": TINY_RUN}), "utf-8")
-    volunteer = ["--experts", "0,1,2,3", "--publish-to", REPOSITORY, "--publish-every", 5]
-    with start(hub, tmp_path / "a", "--config", config, *volunteer) as a:
-        a.wait_for("publish")
+    config.write_text(yaml.safe_dump({"run": merged(TINY_RUN, {"round": {"inner_steps": 5}})}), "utf-8")
+    checkpoints = ["--checkpoint-minutes", 0]
+    with start(hub, tmp_path / "a", "--config", config, "--experts", "0,1,2,3", *checkpoints) as a:
+        a.wait_for_round(2)
+        hub.use(monkeypatch, tmp_path / "cache")
+        assert publish.main([str(a.output_dir), "--to", REPOSITORY]) == 0
         a.wait_for_round(max(a.rounds()) + 1)
         joining = ["--initial-peers", a.address(), "--from-hub", REPOSITORY, "--experts", "4,5,6,7"]
         with start(hub, tmp_path / "b", *joining) as b:
@@ -125,7 +132,7 @@ def test_a_newcomer_takes_from_the_hub_what_the_swarm_still_has(tmp_path: Path, 
 
 def test_a_hub_that_fails_costs_no_round(tmp_path: Path, hub: HubServer) -> None:
     config = tmp_path / "run.yaml"
-    config.write_text(yaml.safe_dump({"run": merged(TINY_RUN, {"experts_per_peer": 8})}), "utf-8")
+    config.write_text(yaml.safe_dump({"run": merged(TINY_RUN, {"round": {"inner_steps": 5}})}), "utf-8")
     hub.fail_next("status", match="whoami", times=-1, status=503)
     with start(
         hub, tmp_path / "a", "--config", config, "--publish-to", REPOSITORY, "--publish-every", 1, "--max-rounds", 400
@@ -143,16 +150,12 @@ def test_a_hub_that_fails_costs_no_round(tmp_path: Path, hub: HubServer) -> None
     assert published(hub) is None
 
 
-@pytest.mark.parametrize(
-    ("token", "why"), [("hf_wrong", "does not accept the token"), (STRANGER_TOKEN, "this token cannot create it")]
-)
-def test_a_token_that_may_not_publish_is_refused_before_the_first_round(
-    tmp_path: Path, hub: HubServer, token: str, why: str
-) -> None:
+def test_a_token_that_may_not_publish_is_refused_before_the_first_round(tmp_path: Path, hub: HubServer) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump({"run": TINY_RUN}), "utf-8")
-    arguments = ["--config", str(config), "--publish-to", REPOSITORY, "--host-maddrs", "/ip4/127.0.0.1/tcp/0"]
-    with LocalPeer(tmp_path / "a", arguments, launch_by_itself(hub, token)) as peer:
-        assert peer.wait() == 2
-        assert why in peer.text()
-        assert not peer.rounds()
+    refusals = {"hf_wrong": "does not accept the token", STRANGER_TOKEN: "this token cannot create it"}
+    for token, why in refusals.items():
+        with start(hub, tmp_path / token, "--config", config, "--publish-to", REPOSITORY, token=token) as peer:
+            assert peer.wait() == 2
+            assert why in peer.text()
+            assert not peer.rounds()
