@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from scripts.testing.local_peer import PATIENCE_S, LocalPeer
+from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import Swarm, equal_digests, swarm
 
 pytestmark = pytest.mark.swarm
@@ -109,6 +110,7 @@ def test_a_joiner_gets_in_although_rounds_are_committed_during_its_download(tmp_
         "round": {"inner_steps": 2, "stall_timeout_s": 10.0},
     }
     with swarm(tmp_path, **quick) as running:
+        running.launch = launch_slow(0.5)  # a few rounds during the download, not dozens
         donors = start_donors(running, 3, 4.0, "--wait-for-peers", 3, "--experts", 3)
         for donor in donors:
             donor.wait_for("round", lambda e: e["peers"] == 3, PATIENCE_S)
