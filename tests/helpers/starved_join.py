@@ -1,17 +1,22 @@
-"""`python -m tests.helpers.starved_join STEP ...`: join on a machine that has no memory left from that step on."""
+"""A peer on a machine that has no memory left from some step on."""
 
 from __future__ import annotations
 
-import sys
+from functools import partial
 
 import torch
 
+from scripts.testing.forked_peer import ForkServer
 from spes_swarm.join import main
 from spes_swarm.training import gradients
 
 
-def starve(step: int) -> None:
-    """Fails an allocation within every training step from this one on, as torch does."""
+def launch_starved(step: int) -> ForkServer:
+    """Starts `join`, of which an allocation fails within every training step from this one on, as torch does."""
+    return ForkServer(main=partial(_starved_main, step))
+
+
+def _starved_main(step: int, arguments: list[str]) -> int:
     loss_of = getattr(gradients, "language_model_loss")  # noqa: B009 - it is imported there, not exported
     steps = 0
 
@@ -24,8 +29,4 @@ def starve(step: int) -> None:
         return result
 
     setattr(gradients, "language_model_loss", starved)  # noqa: B010
-
-
-if __name__ == "__main__":
-    starve(int(sys.argv[1]))
-    sys.exit(main(sys.argv[2:]))
+    return main(arguments)

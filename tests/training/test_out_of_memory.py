@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +14,7 @@ from spes_swarm.base.errors import CapacityError, DataError, DataStoppedError
 from spes_swarm.storage.checkpoint import checkpoints_in, read_content
 from spes_swarm.training.out_of_memory import StepMemory, as_user_error, is_out_of_memory
 from tests.helpers.lone_trainer import LoneTrainer, StubSampler, run_config
-from tests.helpers.repository import ROOT
+from tests.helpers.starved_join import launch_starved
 from tests.helpers.swarm import swarm
 
 TOO_MUCH = 1 << 60
@@ -74,12 +71,6 @@ def test_a_parameter_whose_state_was_half_allocated_begins_with_none() -> None:
     optimiser.step()
 
 
-def launch_starved(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.helpers.starved_join", "125", *arguments]
-    with log.open("ab") as output:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT)
-
-
 @pytest.mark.swarm
 def test_a_peer_without_memory_leaves_the_swarm_in_order(tmp_path: Path) -> None:
     """Its last work is committed, its experts go to the other, and the other goes on."""
@@ -87,7 +78,7 @@ def test_a_peer_without_memory_leaves_the_swarm_in_order(tmp_path: Path) -> None
         founder = running.found("--experts", 8, "--wait-for-peers", 2)
         arguments = ["--initial-peers", founder.address(), "--experts", "2", "--wait-for-peers", "2"]
         arguments += ["--host-maddrs", "/ip4/127.0.0.1/tcp/0", "--num-threads", "1"]
-        with LocalPeer(tmp_path / "starved", arguments, launch_starved) as peer:
+        with LocalPeer(tmp_path / "starved", arguments, launch_starved(125)) as peer:
             assert peer.wait() == 2
             last = peer.text().splitlines()[-1]
             assert last.startswith(

@@ -19,7 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from scripts.testing.local_peer import PATIENCE_S
+from scripts.testing.forked_peer import ForkServer
+from scripts.testing.local_peer import LocalPeer
+from spes_swarm import join
 from spes_swarm.base.errors import ConfigError, RankError
 from spes_swarm.model.experts import SparseExperts
 from spes_swarm.model.foreign.storage import ForeignStorage, HostStorage
@@ -333,6 +335,11 @@ def test_join_refuses_in_one_line(tmp_path: Any, changes: dict[str, str], why: s
     assert not (tmp_path / "peer").exists()
 
 
+def interruptible_main(arguments: list[str]) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
+    return join.main(arguments)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "number", "code"),
@@ -347,25 +354,14 @@ def test_join_refuses_in_one_line(tmp_path: Any, changes: dict[str, str], why: s
 def test_a_rank_that_waits_says_so_and_obeys_signals(tmp_path: Any, rank: int, number: int, code: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(free.getsockname()[1])}
-    said = f"rank {rank} of this peer is waiting for 1 other rank; if torchrun is not running, stop and unset "
-    with subprocess.Popen(
-        [sys.executable, "-m", "spes_swarm.join", "--output-dir", tmp_path / "peer"],
-        cwd=ROOT,
-        env={**os.environ, **TORCHRUN, **own},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # it may be ignored here
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert any(line.startswith(said) for line in iter(process.stdout.readline, ""))
-            process.send_signal(number)
-            rest, _ = process.communicate(timeout=PATIENCE_S)
-        finally:
-            process.kill()
-    assert process.returncode == code
-    assert "Traceback" not in rest
+    launch = ForkServer(main=interruptible_main, environment={**os.environ, **TORCHRUN, **own})
+    with LocalPeer(tmp_path / "peer", [], launch) as peer:
+        peer.wait_for_text(
+            rf"(^|\n)rank {rank} of this peer is waiting for 1 other rank; if torchrun is not running, stop and unset "
+        )
+        peer.process.send_signal(number)
+        assert peer.wait() == code
+        assert "Traceback" not in peer.text()
 
 
 @pytest.mark.parametrize(
