@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
-from spes_swarm.protocol.rounds.plan import make_plan
+from spes_swarm.protocol.rounds.plan import Plan, make_plan
 from spes_swarm.protocol.rounds.statement import Group, Statement
 from tests.helpers.plans import contributors
 from tests.helpers.rounds import small_layout
@@ -42,12 +42,7 @@ def groups(draw: st.DrawFn) -> tuple[Layout, Group]:
     return layout, group(members)
 
 
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(groups())
-def test_parts_cover_their_blocks_exactly_once(given_group: tuple[Layout, Group]) -> None:
-    layout, of = given_group
-    plan = make_plan(of, layout, MAX_PART)
+def parts_cover_their_blocks_exactly_once(layout: Layout, of: Group, plan: Plan) -> None:
     assert [part.index for part in plan.parts] == list(range(len(plan.parts)))
     for block in layout.blocks:
         covered = [
@@ -57,12 +52,7 @@ def test_parts_cover_their_blocks_exactly_once(given_group: tuple[Layout, Group]
     assert all(0 < part.size <= MAX_PART for part in plan.parts)
 
 
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(groups())
-def test_reducers_can_be_reached_and_have_the_base(given_group: tuple[Layout, Group]) -> None:
-    layout, of = given_group
-    plan = make_plan(of, layout, MAX_PART)
+def reducers_can_be_reached_and_have_the_base(layout: Layout, of: Group, plan: Plan) -> None:
     for part in plan.parts:
         statement = of.members[part.reducer].statement
         block = plan.block_of(part)
@@ -72,12 +62,7 @@ def test_reducers_can_be_reached_and_have_the_base(given_group: tuple[Layout, Gr
         assert {of.members[i].statement.digests[part.block] for i in block.in_base} == {statement.digests[part.block]}
 
 
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(groups())
-def test_the_base_is_what_most_members_have_of_what_can_be_reached(given_group: tuple[Layout, Group]) -> None:
-    layout, of = given_group
-    plan = make_plan(of, layout, MAX_PART)
+def the_base_is_what_most_members_have_of_what_can_be_reached(layout: Layout, of: Group, plan: Plan) -> None:
     for index, block in plan.blocks.items():
         reported = [(m.statement.versions[index], m.statement.digests[index]) for m in of.members]
         reachable = {base for base, m in zip(reported, of.members, strict=True) if m.statement.reachable}
@@ -96,12 +81,7 @@ def has_trained(statement: Statement, block: int) -> bool:
     return block - 1 in routed and (statement.tokens > 0 or routed[block - 1] > 0)
 
 
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(groups())
-def test_only_those_contribute_who_have_trained(given_group: tuple[Layout, Group]) -> None:
-    layout, of = given_group
-    plan = make_plan(of, layout, MAX_PART)
+def only_those_contribute_who_have_trained(layout: Layout, of: Group, plan: Plan) -> None:
     for index in plan.blocks:
         for i, contribution in contributors(plan, index).items():
             assert has_trained(of.members[i].statement, index)
@@ -111,14 +91,9 @@ def test_only_those_contribute_who_have_trained(given_group: tuple[Layout, Group
         assert contributors(plan, SHARED_BLOCK).keys() == everybody_trains
 
 
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(groups())
-def test_a_block_is_left_out_only_when_nothing_happens_to_it_or_nobody_can_reduce_it(
-    given_group: tuple[Layout, Group],
+def a_block_is_left_out_only_when_nothing_happens_to_it_or_nobody_can_reduce_it(
+    layout: Layout, of: Group, plan: Plan
 ) -> None:
-    layout, of = given_group
-    plan = make_plan(of, layout, MAX_PART)
     nobody_reachable = not any(m.statement.reachable for m in of.members)
     for block in layout.blocks:
         bases = {(m.statement.versions[block.index], m.statement.digests[block.index]) for m in of.members}
@@ -126,12 +101,7 @@ def test_a_block_is_left_out_only_when_nothing_happens_to_it_or_nobody_can_reduc
         assert (block.index in plan.blocks) == ((trained or len(bases) > 1) and not nobody_reachable)
 
 
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(groups())
-def test_pushes_and_results_are_what_the_parts_need(given_group: tuple[Layout, Group]) -> None:
-    layout, of = given_group
-    plan = make_plan(of, layout, MAX_PART)
+def pushes_and_results_are_what_the_parts_need(layout: Layout, of: Group, plan: Plan) -> None:
     members = range(len(of.members))
     pushed = {
         (part.index, sender) for sender in members for reducer in members for part in plan.pushes(sender, reducer)
@@ -154,15 +124,31 @@ def test_every_member_makes_the_same_plan(given_group: tuple[Layout, Group], rng
     assert make_plan(group(members), layout, MAX_PART) == make_plan(of, layout, MAX_PART)
 
 
-@pytest.mark.slow
-@settings(max_examples=300)
-@given(groups())
-def test_an_expert_is_reduced_by_one_who_trains_it_where_that_is_possible(given_group: tuple[Layout, Group]) -> None:
-    layout, of = given_group
-    plan = make_plan(of, layout, MAX_PART)
+def an_expert_is_reduced_by_one_who_trains_it_where_that_is_possible(layout: Layout, of: Group, plan: Plan) -> None:
     for part in plan.parts:
         if part.block == SHARED_BLOCK:
             continue
         able = {i for i in contributors(plan, part.block) if i in plan.block_of(part).in_base}
         able = {i for i in able if of.members[i].statement.reachable}
         assert not able or part.reducer in able
+
+
+PROPERTIES = (
+    parts_cover_their_blocks_exactly_once,
+    reducers_can_be_reached_and_have_the_base,
+    the_base_is_what_most_members_have_of_what_can_be_reached,
+    only_those_contribute_who_have_trained,
+    a_block_is_left_out_only_when_nothing_happens_to_it_or_nobody_can_reduce_it,
+    pushes_and_results_are_what_the_parts_need,
+    an_expert_is_reduced_by_one_who_trains_it_where_that_is_possible,
+)
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(groups())
+def test_every_property_holds_for_any_group(given_group: tuple[Layout, Group]) -> None:
+    layout, of = given_group
+    plan = make_plan(of, layout, MAX_PART)
+    for holds in PROPERTIES:
+        holds(layout, of, plan)

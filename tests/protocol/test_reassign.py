@@ -30,10 +30,7 @@ def thoroughly(test: Callable[..., None]) -> Callable[..., None]:
     return decorated
 
 
-@thoroughly
-@given(cases())
-def test_nobody_holds_more_than_it_has_room_for(case: Case) -> None:
-    outcome = decide(case)
+def nobody_holds_more_than_it_has_room_for(case: Case, outcome: Outcome) -> None:
     assert outcome.keys() == case.table.keys()
     for peer, holding in case.movable.items():
         assert len(outcome[peer]) <= holding.room
@@ -42,20 +39,15 @@ def test_nobody_holds_more_than_it_has_room_for(case: Case) -> None:
         assert set(experts) <= set(range(case.num_experts))
 
 
-@thoroughly
-@given(cases())
-def test_experts_that_a_user_has_named_stay_within_the_limit(case: Case) -> None:
-    outcome = decide(case)
+def experts_that_a_user_has_named_stay_within_the_limit(case: Case, outcome: Outcome) -> None:
     for peer, holding in case.table.items():
         if holding.fixed:
             assert set(outcome[peer]) <= set(holding.experts)
             assert len(outcome[peer]) >= min(len(holding.experts), case.limit)
 
 
-@thoroughly
-@given(cases())
-def test_experts_of_absent_peers_stay_reserved(case: Case) -> None:
-    assert counts(decide(case)).keys() <= case.takeable
+def experts_of_absent_peers_stay_reserved(case: Case, outcome: Outcome) -> None:
+    assert counts(outcome).keys() <= case.takeable
 
 
 @thoroughly
@@ -97,11 +89,7 @@ def test_as_many_experts_are_covered_as_there_is_room_for(case: Case) -> None:
     assert len(counts(decide(case))) == min(places(case), len(case.takeable))
 
 
-@thoroughly
-@example(LIMITED_IN_ROTATION)
-@given(cases())
-def test_experts_that_users_have_named_cost_no_coverage(case: Case) -> None:
-    outcome = decide(case)
+def experts_that_users_have_named_cost_no_coverage(case: Case, outcome: Outcome) -> None:
     assert len(counts(outcome)) >= min(places(case), len(case.takeable))
     # Who has named more than one member may hold gives some up; when experts rotate, nobody need take those.
     fixed = [holding.experts for holding in case.table.values() if holding.fixed]
@@ -289,13 +277,9 @@ ONE_OF_TWO = Case({"a": Holding((1,), 2), "b": Holding((1,), 1)}, 2, 34, (1, 29)
 ONE_TOO_MANY = Case({name: Holding((0, 1, 2), 3) for name in "abc"}, 3, 34, (1, 2, 3), rules=Rules(replicas=2))
 
 
-@thoroughly
-@given(targeted)
-@example(ONE_OF_TWO)
-@example(ONE_TOO_MANY)
-def test_more_replicas_than_wanted_only_where_somebody_would_hold_nothing(case: Case) -> None:
-    assert case.rules.replicas is not None
-    outcome = decide(case)
+def more_replicas_than_wanted_only_where_somebody_would_hold_nothing(case: Case, outcome: Outcome) -> None:
+    if case.rules.replicas is None:
+        return
     holds = counts(outcome)
     own = counts({peer: outcome[peer] for peer in case.movable})  # nobody gives way to named experts
     for peer in case.movable:
@@ -305,10 +289,7 @@ def test_more_replicas_than_wanted_only_where_somebody_would_hold_nothing(case: 
             assert all(holds[e] >= case.rules.replicas for e in case.takeable)
 
 
-@thoroughly
-@given(cases())
-def test_nobody_with_room_holds_nothing(case: Case) -> None:
-    outcome = decide(case)
+def nobody_with_room_holds_nothing(case: Case, outcome: Outcome) -> None:
     for peer, holding in case.movable.items():
         assert outcome[peer] or not holding.room or not case.takeable
 
@@ -355,17 +336,36 @@ def test_who_is_beyond_the_limit_gives_up_what_is_adopted_instead_of_its_offer()
     assert decide(AT_SECOND_CHOICE) == {"a": (0,), "b": (1,), "c": (1, 2)}
 
 
-@thoroughly
-@given(cases())
-@example(IN_TWO_TURNS)
-@example(NAMED_IN_TWO_TURNS)
-@example(AT_SECOND_CHOICE)
-def test_beyond_the_limit_nobody_keeps_a_replica(case: Case) -> None:
-    outcome = decide(case)
+def beyond_the_limit_nobody_keeps_a_replica(case: Case, outcome: Outcome) -> None:
     own, holds = counts({peer: outcome[peer] for peer in case.movable}), counts(outcome)
     for peer, experts in outcome.items():
         if len(experts) > case.limit:
             assert {(holds if case.table[peer].fixed else own)[e] for e in experts} == {1}
+
+
+PROPERTIES = (
+    nobody_holds_more_than_it_has_room_for,
+    experts_that_a_user_has_named_stay_within_the_limit,
+    experts_of_absent_peers_stay_reserved,
+    experts_that_users_have_named_cost_no_coverage,
+    more_replicas_than_wanted_only_where_somebody_would_hold_nothing,
+    nobody_with_room_holds_nothing,
+    beyond_the_limit_nobody_keeps_a_replica,
+)
+
+
+@thoroughly
+@given(cases())
+@example(LIMITED_IN_ROTATION)
+@example(ONE_OF_TWO)
+@example(ONE_TOO_MANY)
+@example(IN_TWO_TURNS)
+@example(NAMED_IN_TWO_TURNS)
+@example(AT_SECOND_CHOICE)
+def test_every_property_holds_for_any_table(case: Case) -> None:
+    outcome = decide(case)
+    for holds in PROPERTIES:
+        holds(case, outcome)
 
 
 @thoroughly
