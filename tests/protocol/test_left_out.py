@@ -53,7 +53,7 @@ def test_work_that_was_dropped_for_long_passes_at_the_next_reducer() -> None:
     """One part of many may become far longer than its block, but no longer than any reducer takes."""
     peers = swarm(small_layout(6, shared=61_440, expert=600), [[i % 6] for i in range(13)])
     layout = peers[0].reference.layout
-    for number in range(1, 9):
+    for number in range(1, 6):
         train(peers)
         plan = make_plan(form(peers, number), layout, 1024, clip=CLIP)
         dropped = next(part for part, _ in plan.contributed(0, reducer=12) if part.block == SHARED_BLOCK)
@@ -61,7 +61,7 @@ def test_work_that_was_dropped_for_long_passes_at_the_next_reducer() -> None:
     train(peers)
     where = slice(dropped.start, dropped.start + dropped.size)
     assert rms((peers[0].live_N - peers[0].reference.values_N)[where]) > 2 * STEP
-    _, states = hold_round(peers[:12], 9, codec="fp16", part_elements=1024, clip=CLIP)
+    _, states = hold_round(peers[:12], 6, codec="fp16", part_elements=1024, clip=CLIP)
     assert not any(state.reduction.refused or state.reduction.own_faults for state in states)
 
 

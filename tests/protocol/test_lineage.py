@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,6 +20,12 @@ def commit(lineage: Lineage, gaps: list[int], side: str = "") -> Lineage:
         number = max(lineage.head[0], 0) + gap
         lineage = lineage.after(number, f"{side}{number:<30}".encode())
     return lineage
+
+
+@pytest.fixture(scope="module")
+def by_round() -> list[Lineage]:
+    """The lineages of a swarm that commits 8,000 rounds, by round."""
+    return list(accumulate(range(8000), lambda lineage, _: commit(lineage, [1]), initial=Lineage({})))
 
 
 @given(histories, histories)
@@ -38,8 +46,8 @@ def test_two_sides_of_a_partition_are_not_late(before: list[int], ours: list[int
 
 
 @pytest.mark.slow
-def test_a_long_partition_is_noticed_at_the_kept_rounds() -> None:
-    common = commit(Lineage({}), [1] * 5000)
+def test_a_long_partition_is_noticed_at_the_kept_rounds(by_round: list[Lineage]) -> None:
+    common = by_round[5000]
     one, other = commit(common, [1] * 700, "one"), commit(common, [1] * 3000, "other")
     assert not one.leads_to(other)
     assert not other.leads_to(one)
@@ -47,9 +55,8 @@ def test_a_long_partition_is_noticed_at_the_kept_rounds() -> None:
 
 @pytest.mark.slow
 @given(st.integers(0, 4000), st.integers(0, 4000))
-def test_any_lateness_is_recognised(before: int, missed: int) -> None:
-    late = commit(Lineage({}), [1] * before)
-    assert late.leads_to(commit(late, [1] * missed))
+def test_any_lateness_is_recognised(by_round: list[Lineage], before: int, missed: int) -> None:
+    assert by_round[before].leads_to(by_round[before + missed])
 
 
 def test_a_commit_that_the_swarm_has_just_thinned_out_is_late_and_not_elsewhere() -> None:
@@ -83,8 +90,8 @@ def test_whoever_goes_back_to_an_older_reference_forgets_what_came_after_it() ->
 
 
 @pytest.mark.slow
-def test_a_lineage_stays_small() -> None:
-    commits, marks = commit(Lineage({}), [1] * 5000).to_lists()
+def test_a_lineage_stays_small(by_round: list[Lineage]) -> None:
+    commits, marks = by_round[5000].to_lists()
     assert len(commits) <= MAX_COMMITS
     assert len(marks) == MARK_BYTES * len(commits)
     assert commits[-32:] == list(range(4969, 5001))
