@@ -372,7 +372,7 @@ print(report.num_bytes, report.num_shards, report.largest_shard, resident("VmHWM
 
 @pytest.mark.slow
 def test_memory_is_a_shard_and_a_tensor(dense: dict[str, Path], tmp_path: Path) -> None:
-    geometry: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
+    geometry: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2}
     large = save_dense(tmp_path / "large", "llama", **geometry, head_dim=64)
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, dense["llama"], large, tmp_path / "out"],
@@ -384,8 +384,8 @@ def test_memory_is_a_shard_and_a_tensor(dense: dict[str, Path], tmp_path: Path) 
     )
     num_bytes, num_shards, largest_shard, peak = map(int, done.stdout.split())
     largest_input = 512 * 2048 * 4
-    assert num_bytes > 300e6
-    assert num_shards >= 6
+    assert num_bytes > 200e6
+    assert num_shards >= 4
     assert peak < 1.5 * largest_shard + largest_input
 
 
@@ -393,28 +393,20 @@ def test_memory_is_a_shard_and_a_tensor(dense: dict[str, Path], tmp_path: Path) 
 def test_command_line(tmp_path: Path, command: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
     source, moe, config = save_dense(tmp_path / "dense", "qwen3"), tmp_path / "My Mixture", tmp_path / "run.yaml"
     ByteTokenizer().save(source)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "spes_swarm.upcycle", str(source), str(moe)),
-            *("--noise-std", "0", "--check", "--write-config", str(config)),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if not line.startswith("peak"))
+    options = ["--noise-std", "0", "--check", "--write-config", str(config)]
+    assert command([str(source), str(moe), *options]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    rows = dict(line.split(maxsplit=1) for line in said.out.splitlines() if not line.startswith("peak"))
     assert rows["model"].startswith("qwen3_moe, ")
     assert rows["tensors"] == "77"
-    assert "peak MiB" in done.stdout
-    assert "check: logits differ by at most" in done.stdout
+    assert "peak MiB" in said.out
+    assert "check: logits differ by at most" in said.out
     run = load_config(config).run
     assert run is not None
     assert (run.name, run.tokenizer.name) == ("my-mixture", "bytes")
     assert (run.model.num_experts, run.model.experts_per_token, run.model.max_sequence_length) == (8, 2, 64)
     assert str(tmp_path) not in config.read_text()
-    capsys.readouterr()
     assert command([str(source), str(moe)]) == 2
     assert capsys.readouterr().err == f"upcycle: {moe} exists and is not empty; choose another destination\n"
 
