@@ -21,6 +21,7 @@ from spes_swarm.protocol.meeting import attempt, gathering, leading, meeting, st
 MODULES = (view, gathering, attempt, state, leading, meeting)
 _SILENT = {"say", "describe", "__init__"}  # they only explain, or begin
 _MOST_CPU_S = 240
+_STATES = 4_000  # of each search
 # Walks of each kind: honest peers, hostile ones, faults, and whether they are freezes only.
 _WALKS = 40
 _SWARMS = (4, 1, 8, True), (4, 1, 8), (3, 0, 8), (2, 0, 8), (5, 0, 8), (5, 0, 8, True), (4, 0, 8, True), (6, 1, 4)
@@ -99,7 +100,7 @@ def check() -> str | None:
             if problems:
                 return problems[0].what
     for peers, faults in ((2, {"freezes": 1, "losses": 1}), (2, {"crashes": 1, "losses": 1}), (3, {"crashes": 1})):
-        found = search.search(peers, most=4_000, **faults)
+        found = search.search(peers, most=_STATES, **faults)
         if found.problem is not None:
             return found.problem
     return None

@@ -16,6 +16,7 @@ import pickle
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -27,7 +28,7 @@ from spes_swarm.protocol.meeting.meeting import Meeting
 from spes_swarm.protocol.meeting.outputs import Answer, Call, Poll, Reply
 from spes_swarm.protocol.meeting.view import View
 from spes_swarm.protocol.members.reputation import Neighbour
-from spes_swarm.protocol.rounds.statement import Group
+from spes_swarm.protocol.rounds.statement import Group, Statement
 
 WINDOW_S, EXCHANGE_S = 2.0, 4.0
 STEP_S, FREEZE_S = 0.5, 6.0
@@ -255,28 +256,37 @@ class Scene:
         return max(round(at - self.now, 3), -_OLD_S)
 
     def _relative(self, value: Any, rename: Any) -> Any:
-        if isinstance(value, float):
+        kind = type(value)
+        if kind is float:
             return self._time(value)
-        if value is None or isinstance(value, int | str | bytes):
+        if kind in _PLAIN:
             return value
-        if isinstance(value, Group):
+        if kind is Group:
             return value.sealed
+        if kind is Statement:
+            return value.round  # those of parts.py differ in nothing else
         if isinstance(value, dict):
             return [(self._relative(k, rename), self._relative(v, rename)) for k, v in sorted(value.items())]
         if isinstance(value, set | frozenset):
             return sorted(value)
         if isinstance(value, list | tuple):
             return [self._relative(item, rename) for item in value]
-        if callable(value) or isinstance(value, View):
+        if kind is View or callable(value):
             return None
-        slots = chain.from_iterable(getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
-        names = sorted({*getattr(value, "__dict__", {}), *slots})
-        if isinstance(value, Leading):
-            names.remove("_state")  # the machine's
-        return [(name, self._relative(getattr(value, name), rename)) for name in names if name not in _IGNORED]
+        names = _names(kind, tuple(getattr(value, "__dict__", ())))  # type: ignore[arg-type]  # it has a hash
+        return [(name, self._relative(getattr(value, name), rename)) for name in names]
 
 
+_PLAIN = {type(None), bool, int, str, bytes}
 _IGNORED = {"now", "window_s", "exchange_s"}
+
+
+@cache
+def _names(kind: type, own: tuple[str, ...]) -> list[str]:
+    """Returns the attributes that distinguish states, of an object with its `own` in addition to slots."""
+    slots = chain.from_iterable(getattr(each, "__slots__", ()) for each in kind.__mro__)
+    ignored = _IGNORED | {"_state"} if kind is Leading else _IGNORED  # it is the machine's
+    return sorted({*own, *slots} - ignored)
 
 
 @dataclass
