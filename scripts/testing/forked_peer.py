@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
 from scripts.testing.local_network import enter_namespace
@@ -78,13 +78,18 @@ class ForkServer:
     def __call__(self, arguments: Sequence[str], log: Path) -> ForkedPeer:
         """Like local_peer.launch_join, without the time for imports."""
         environment = dict(os.environ if self._environment is None else self._environment)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
-        process = context.Process(
+        process = server_context().Process(
             target=_run, args=(self._main, list(arguments), str(log), environment, self._namespace)
         )
         process.start()
         return ForkedPeer(process)
+
+
+def server_context() -> ForkServerContext:
+    """Returns the context of the processes that the server forks."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
 
 
 def _run(main: Main, arguments: list[str], log: str, environment: dict[str, str], namespace: str | None) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import multiprocessing
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,9 @@ import pytest
 import torch
 import yaml
 
+from scripts.study import main
+from scripts.testing.forked_peer import ForkServer
+from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from scripts.testing.sequential_swarm import SequentialPeer, SequentialSwarm, own_orders
 from scripts.testing.study.arm import Arm, OuterConfig, Study, read_study
 from scripts.testing.study.course import Outcome, run_arm
@@ -25,7 +27,7 @@ from scripts.testing.study.peers import initial_holdings, peer_sampler, room_of,
 from scripts.testing.study.results import key_of, settings_of
 from scripts.testing.study.running import run_missing
 from scripts.testing.study.table import Estimate, make_table, steps_to, to_markdown
-from spes_swarm.base.errors import ConfigError, DataError
+from spes_swarm.base.errors import CapacityError, ConfigError, DataError
 from spes_swarm.config.schedule import learning_rate
 from spes_swarm.data.sampler import TokenStream
 from spes_swarm.model.sparse_model import SparseModel, build_model, layout_of
@@ -417,18 +419,13 @@ def test_a_run_is_known_by_its_settings_and_not_by_its_name(tmp_path: Path) -> N
     assert len(distinct) == 5
 
 
-@pytest.mark.slow
-def test_the_command_writes_table_and_figures(tmp_path: Path, text: Path) -> None:
+def test_the_command_writes_table_and_figures(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = study_file(tmp_path, {"first": {}, "second": {"mode": "fedavg"}}, seeds=[0, 1], peers=2)
     results = tmp_path / "results"
-    options = {"--data": text, "--output-dir": results, "--jobs": 2}
-    command = [sys.executable, "scripts/study.py", path, *(each for pair in options.items() for each in pair)]
-    done = subprocess.run(
-        [str(each) for each in command], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    command = [path, "--data", text, "--output-dir", results, "--jobs", 1]
+    assert main([str(each) for each in command]) == 0
     table = (results / "study" / "table.md").read_text(encoding="utf-8")
-    assert done.stdout.endswith(table)
+    assert capsys.readouterr().out.endswith(table)
     first, second = json.loads((results / "study" / "table.json").read_text(encoding="utf-8"))["rows"]
     assert first["seeds"] == second["seeds"] == [0, 1]
     assert first["loss"] != second["loss"]
@@ -436,22 +433,36 @@ def test_the_command_writes_table_and_figures(tmp_path: Path, text: Path) -> Non
         assert (results / "study" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+LONG_ARMS = {"short": {}, "long": {"steps": 100_000}, "longer": {"steps": 100_001}}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", ["study", "worker"])
-def test_the_workers_of_a_killed_study_end(tmp_path: Path, text: Path, killed: str) -> None:
-    path = study_file(tmp_path, {"short": {}, "long": {"steps": 100_000}, "longer": {"steps": 100_001}}, seeds=[0])
-    options = ["--data", text, "--output-dir", tmp_path / "results", "--jobs", 2]
-    command = [str(each) for each in (sys.executable, "scripts/study.py", path, *options)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        while not process.stdout.readline().startswith("[1/3]"):
-            assert process.poll() is None
-        workers = psutil.Process(process.pid).children()
-        victim = psutil.Process(process.pid) if killed == "study" else workers[-1]
-        victim.kill()
-        _, stderr = process.communicate(timeout=60)
-    if killed == "worker":
-        assert process.returncode == 2
-        assert stderr.startswith("study: a process of the study was killed")
-    assert len(workers) >= 2
-    assert psutil.wait_procs(workers, timeout=60)[1] == []
+def test_the_workers_of_a_killed_study_end(tmp_path: Path, text: Path) -> None:
+    path = study_file(tmp_path, LONG_ARMS, seeds=[0])
+    arguments = [str(each) for each in (path, "--data", text, "--jobs", 2)]
+    with LocalPeer(tmp_path / "results", arguments, ForkServer(main=main)) as process:
+        process.wait_for_text(r"\[1/3\]")
+        _, *started = process.kill()
+    assert len(started) >= 3  # two workers and the server that has forked them
+    assert psutil.wait_procs(started, timeout=PATIENCE_S)[1] == []
+
+
+@pytest.mark.slow
+def test_a_killed_worker_ends_the_study_and_the_other_workers(tmp_path: Path, text: Path) -> None:
+    workers: list[multiprocessing.process.BaseProcess] = []
+
+    def kill(said: str) -> None:
+        if said.startswith("[1/3]"):
+            workers.extend(multiprocessing.active_children())
+            workers[-1].kill()
+
+    with pytest.raises(CapacityError, match="a process of the study was killed"):
+        run_missing(read(tmp_path, LONG_ARMS), str(text), tmp_path, 2, kill)
+    assert len(workers) == 2
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_what_cannot_be_used_ends_the_command_with_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path / "missing.yaml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("study: ")

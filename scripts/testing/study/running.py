@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from scripts.testing.forked_peer import server_context
 from scripts.testing.study.arm import Arm, Study
 from scripts.testing.study.course import Outcome, run_arm
 from scripts.testing.study.results import Results, settings_of
@@ -105,9 +106,8 @@ def run_missing(study: Study, data: str, directory: Path, jobs: int, say: Callab
         for number, task in enumerate(missing, 1):
             report(task, _run(task, directory), number)
         return
-    # Forking a process that has used torch may deadlock.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(missing)), context, _begin_worker) as pool:
+    # Forking this process, which has used torch, may deadlock.
+    with ProcessPoolExecutor(min(jobs, len(missing)), server_context(), _begin_worker) as pool:
         running = {pool.submit(_run, task, directory): task for task in missing}
         try:
             for number, future in enumerate(as_completed(running), 1):
