@@ -1,8 +1,8 @@
 """Takes screenshots of the monitor's page; the first of these commands made the one in the README.
 
-    .venv/bin/python scripts/monitor_screenshot.py --swarm 4 --full-page            # of real peers, started for it
+    .venv/bin/python scripts/monitor_screenshot.py --synthetic 4 --rounds 120 --full-page    # the same each time
     .venv/bin/python scripts/monitor_screenshot.py --url http://127.0.0.1:8080/     # of a running monitor
-    .venv/bin/python scripts/monitor_screenshot.py --synthetic 4                    # of a synthetic swarm
+    .venv/bin/python scripts/monitor_screenshot.py --swarm 4 --output x.png         # of real peers, started for it
     .venv/bin/python scripts/monitor_screenshot.py --synthetic 1000 --experts 1024 --width 390 --theme dark
 
 Needs Chromium (on Debian: apt-get install chromium) and the development tools (`scripts/setup.sh`).
