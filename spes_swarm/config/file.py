@@ -136,9 +136,11 @@ def _read_layers(path: Path, built_on: frozenset[Path] = frozenset()) -> dict[st
     if base.resolve() in built_on:
         raise ConfigError(f"{path}: base: found {show(name)}, which is this file, or has it as a base")
     try:
-        return _overlay(_read_layers(base, built_on), content)
+        below = _read_layers(base, built_on)
     except ConfigError as exc:
         raise ConfigError(f"{path}: base: {exc}") from None
+    layers: dict[str, Any] = _overlay(below, content)
+    return layers
 
 
 def _shipped() -> dict[str, Path]:
