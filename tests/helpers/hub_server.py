@@ -24,13 +24,12 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
-from scripts.testing.local_peer import PATIENCE_S, PeerProcess
+from scripts.testing.local_peer import PATIENCE_S
 from tests.helpers.repository import ROOT
 
 TOKEN, READ_TOKEN, STRANGER_TOKEN = "hf_test_owner", "hf_test_reader", "hf_test_stranger"
@@ -140,19 +139,3 @@ class HubServer:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()
-
-
-def launch_by_itself(hub: HubServer, token: str = TOKEN) -> Callable[[Sequence[str], Path], PeerProcess]:
-    """Starts `join` as a user of this Hub would: the library finds the Hub when it is imported."""
-
-    def launch(arguments: Sequence[str], log: Path) -> PeerProcess:
-        with log.open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "spes_swarm.join", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**hub.environment(token), "OMP_NUM_THREADS": "1"},
-            )
-
-    return launch

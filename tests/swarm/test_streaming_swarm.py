@@ -13,7 +13,8 @@ import pytest
 from scripts.testing.local_peer import LocalPeer
 from spes_swarm.data.streaming.pieces import BLOCK_EXAMPLES, Deal, Piece
 from spes_swarm.storage.checkpoint import checkpoints_in
-from tests.helpers.hub_server import HubServer, launch_by_itself
+from tests.helpers.hub_join import launch_at
+from tests.helpers.hub_server import HubServer
 from tests.helpers.streamed_data import save_jsonl
 from tests.helpers.swarm import PATIENT, REASONABLE_S, swarm
 
@@ -48,10 +49,10 @@ def checkpoint_rounds(peer: LocalPeer) -> dict[int, Path]:
 def test_two_peers_divide_a_data_set_and_resume_exactly(tmp_path: Path) -> None:
     files = [range(first, first + 3000) for first in range(0, 3000 * NUM_FILES, 3000)]
     source = save_jsonl(tmp_path / "set", files)
-    with swarm(tmp_path, round={**PATIENT, "inner_steps": 40}) as running:
+    with swarm(tmp_path, round={**PATIENT, "inner_steps": 15}) as running:
         first, second = peers = running.start_all(2, "--data", f"hf:{source}")
         for peer in peers:
-            peer.wait_for_round(4)
+            peer.wait_for_round(3)
         for peer in peers:
             peer.kill()
         members = [peer_id(peer) for peer in peers]
@@ -98,7 +99,7 @@ def test_a_data_set_of_the_hub_is_pinned_to_the_founders_commit(tmp_path: Path) 
     old = save_jsonl(tmp_path / "old", [range(2000)])
     new = save_jsonl(tmp_path / "new", [range(5000, 9000)])
     with HubServer(tmp_path / "hub") as hub, swarm(tmp_path) as running:
-        running.launch = launch_by_itself(hub)
+        running.launch = launch_at(hub)
         commit = hub.upload(old, "user/verses", "dataset")
         founder = running.found("--data", "hf:user/verses", "--experts", 4)
         founder.wait_for_round(2)
