@@ -313,10 +313,9 @@ def test_a_publisher_that_is_killed_is_gone_on_with_and_tells_no_secrets(
     hub.mend()
     hub.release()
     assert hub.files(name) == first
-    last = start(hub, out, "--to", name, "--json")
-    everything.append(last.communicate())
-    assert last.returncode == 0
-    summary = json.loads(everything[-1][0])
+    last = Outcome(capsys, out, "--to", name, "--json")
+    everything.append((last.out, last.err))
+    summary = last.summary()
     assert (summary["status"], summary["round"], summary["revision"]) == ("published", 88, hub.commits(name)[0])
     files = hub.files(name)
     assert_complete(files, parse_publication(files[PUBLICATION_FILE], "test"))
