@@ -13,7 +13,7 @@ from scripts.testing.local_peer import LocalPeer
 from spes_swarm.convert.upcycling import upcycle
 from spes_swarm.model.initial_weights import load_initial_reference, model_section
 from spes_swarm.model.sparse_model import build_model, layout_of
-from tests.helpers.swarm import TINY_RUN, Swarm
+from tests.helpers.swarm import Swarm
 from tests.helpers.upcycling_models import options, save_dense
 
 pytestmark = pytest.mark.swarm
@@ -30,17 +30,17 @@ def test_an_upcycled_model_trains_in_a_swarm(tmp_path: Path) -> None:
     layout = layout_of(build_model(section["type"], section["settings"], 0, "meta", on_meta=True))
     digest = load_initial_reference(mixture, layout, np.empty(layout.num_elements, dtype=np.float32))
     with Swarm(
-        tmp_path, {"model": section, "training": {"learning_rate": 1e-3}, "round": {"inner_steps": 10}}
+        tmp_path, {"model": section, "training": {"learning_rate": 3e-3}, "round": {"inner_steps": 10}}
     ) as running:
         founder = founded(running, mixture, "--wait-for-peers", 2)
         other = running.join("--wait-for-peers", 2, "--experts", 2)
         peers = [founder, other]
         for peer in peers:
-            peer.wait_for_round(12)
+            peer.wait_for_round(6)
         rounds: list[dict[int, Any]] = [peer.rounds() for peer in peers]
-        assert rounds[0][12]["digest"] == rounds[1][12]["digest"]
-        assert rounds[0][12]["eval_loss"] < rounds[0][1]["eval_loss"] - 0.1
-        assert rounds[0][12]["experts_covered"] == 4
+        assert rounds[0][6]["digest"] == rounds[1][6]["digest"]
+        assert rounds[0][6]["eval_loss"] < rounds[0][1]["eval_loss"] - 0.1
+        assert rounds[0][6]["experts_covered"] == 4
         for peer in peers:
             assert peer.terminate() == 0
     manifest = yaml.safe_load((founder.output_dir / "manifest.json").read_text())
@@ -64,13 +64,5 @@ def test_a_founder_that_lost_everything_needs_the_same_weights_again(tmp_path: P
         wrong = running.start("peer0", "--initial-weights", two, "--max-rounds", 1)
         assert wrong.wait() == 2
         assert "does not have the weights" in wrong.text()
+        assert "Traceback" not in wrong.text()
         assert running.start("peer0", "--initial-weights", one, "--max-rounds", 1).wait() == 0
-
-
-def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
-    upcycle(save_dense(tmp_path / "dense", "qwen3"), tmp_path / "mixture", options())
-    with Swarm(tmp_path, {"model": TINY_RUN["model"]}) as running:
-        peer = founded(running, tmp_path / "mixture")
-        assert peer.wait() == 2
-        assert "of the run's model" in peer.text() or "the run's model" in peer.text()
-        assert "Traceback" not in peer.text()
