@@ -273,14 +273,14 @@ def attempt(directory: Path) -> str | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe"])
-@pytest.mark.parametrize("part", range(4))
-def test_a_broken_config_json_gives_a_run_or_one_line(tmp_path: Path, family: str, part: int) -> None:
-    """Every key in turn: removed, and for many also with a nonsensical value."""
+def test_a_broken_config_json_gives_a_run_or_one_line(tmp_path: Path, family: str) -> None:
+    """Every key in turn, those that families share for the first: removed, and with nonsensical values."""
     save_moe(tmp_path, family)
     before = (tmp_path / "config.json").read_text(encoding="utf-8")
+    shared = {} if family == "olmoe" else CONFIG_MAPPING["olmoe"]().to_dict()
     keys = [*json.loads(before), "quantization_config", "num_local_experts", "rope_theta", "sliding_window"]
     refused = 0
-    for key in keys[part::4]:
+    for key in (key for key in keys if key not in shared):
         for values in ((), *((value,) for value in WRONG)):
             change_config(tmp_path, key, *values)
             said = attempt(tmp_path)
