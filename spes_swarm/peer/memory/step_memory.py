@@ -178,7 +178,7 @@ class StepEstimate:
 
     A step of a deep model on tensors without numbers takes seconds. Where all layers are alike, steps of models with
     one and with two of them give a lower bound: the peak grows by as much with each further layer, or by more once it
-    has moved to another place.
+    has moved to another place. A model of at most two layers takes its own step.
     """
 
     def __init__(self, run: RunConfig, shape: StepShape, layout: Layout) -> None:
@@ -202,7 +202,7 @@ class StepEstimate:
 
     def at_least(self, micro_batch_size: int) -> int:
         """Returns a lower bound of `temporary`, which is faster to compute."""
-        if self._num_alike is None or micro_batch_size in self._known:
+        if self._num_alike is None or self._num_alike <= 2 or micro_batch_size in self._known:
             return self.temporary(micro_batch_size)
         if micro_batch_size not in self._bounds:
             shallow = (with_layers(self._run, count) for count in (1, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.peer.memory import capacity, host_memory, peer_plan, step_memory
 from spes_swarm.peer.memory.capacity import Workload
 from spes_swarm.peer.memory.peer_plan import PeerPlan, plan_peer
-from spes_swarm.peer.memory.step_memory import StepEstimate, StepMemory, StepShape, layers_if_alike, with_layers
+from spes_swarm.peer.memory.step_memory import StepEstimate, StepShape, layers_if_alike, with_layers
 from spes_swarm.protocol.consensus.layout import Layout
 from tests.helpers.small_2b import eighth_of_2b
 
@@ -50,22 +49,6 @@ QWEN_SETTINGS = {
 def sizes(found: PeerPlan) -> tuple[int, int]:
     """Experts, and sequences at a time."""
     return found.experts, found.micro_batch_size
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _each_step_is_taken_once() -> Iterator[None]:
-    """Caches steps: each takes most of a second, and these tests need the same few many times."""
-    take, taken = step_memory.step_memory, dict[tuple[str, StepShape, int], StepMemory]()
-
-    def remembered(run: RunConfig, shape: StepShape, micro_batch_size: int) -> StepMemory:
-        key = repr(run), shape, micro_batch_size
-        if key not in taken:
-            taken[key] = take(run, shape, micro_batch_size)
-        return taken[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_memory, "step_memory", remembered)
-        yield
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

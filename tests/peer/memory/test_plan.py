@@ -17,10 +17,11 @@ from spes_swarm import plan as command
 from spes_swarm.base.errors import CapacityError, ConfigError
 from spes_swarm.config.peer import PeerConfig
 from spes_swarm.config.run import RunConfig
+from spes_swarm.peer.memory import step_memory
 from spes_swarm.peer.memory.capacity import Workload, gigabytes
 from spes_swarm.peer.memory.plan import Machine, Plan, plan
 from spes_swarm.peer.memory.savings import as_flags, peers_to_try, savings, settings_of
-from spes_swarm.peer.memory.step_memory import StepShape, step_memory, with_layers
+from spes_swarm.peer.memory.step_memory import StepShape, with_layers
 from tests.helpers.moe_models import save_moe
 from tests.helpers.small_2b import eighth_of_2b
 
@@ -62,7 +63,7 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 def needed(experts: int, peer: PeerConfig, device: torch.device = CUDA, run: RunConfig = RUN) -> int:
     """Bytes of one sequence at a time: on the device, or in all on a CPU."""
-    step = step_memory(run, StepShape.of(peer, device, experts), 1)
+    step = step_memory.step_memory(run, StepShape.of(peer, device, experts), 1)
     return Workload.of(run, peer, device).beside_activations(experts) + step.temporary
 
 
@@ -95,7 +96,7 @@ def test_savings_begin_with_what_a_peer_has() -> None:
 def test_classes_are_those_of_the_settings() -> None:
     made = planned(CPU, 10**12)
     work = Workload.of(RUN, made.peer, CPU)
-    step = step_memory(RUN, StepShape.of(made.peer, CPU, 1), made.micro_batch_size)
+    step = step_memory.step_memory(RUN, StepShape.of(made.peer, CPU, 1), made.micro_batch_size)
     assert made.device == work.device_bytes(1) | {"activations": step.activations, "logits": step.logits}
     assert made.host == work.host_bytes(1)
     assert made.host_peak == sum(made.device.values()) + sum(made.host.values())
@@ -119,7 +120,7 @@ def test_ranks_on_a_cpu_share_its_memory() -> None:
     model = sum(one.device[name] for name in ("shared", "held", "foreign"))
     assert two.host == one.host | {"other_ranks": model + one.device["gradients"]}
     half = replace(RUN, training=replace(RUN.training, batch_size=2))
-    step = step_memory(half, StepShape.of(PeerConfig(foreign_experts="fp32"), CPU, 1), 2)
+    step = step_memory.step_memory(half, StepShape.of(PeerConfig(foreign_experts="fp32"), CPU, 1), 2)
     assert two.micro_batch_size == 2
     assert two.device["activations"] + two.device["logits"] == 2 * step.temporary
     assert two.device["optimiser"] == one.device["optimiser"]
