@@ -393,6 +393,7 @@ def test_memory_is_a_shard_and_a_tensor(dense: dict[str, Path], tmp_path: Path) 
 def test_command_line(tmp_path: Path, command: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
     source, moe, config = save_dense(tmp_path / "dense", "qwen3"), tmp_path / "My Mixture", tmp_path / "run.yaml"
     ByteTokenizer().save(source)
+    capsys.readouterr()
     options = ["--noise-std", "0", "--check", "--write-config", str(config)]
     assert command([str(source), str(moe), *options]) == 0
     said = capsys.readouterr()
