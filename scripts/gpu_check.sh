@@ -6,8 +6,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 needed="numpy, torch, transformers, yaml, blake3"
+has_all="import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, '$needed'.split(', '))))"
 for python in ${PYTHON:-.venv/bin/python python3}; do
-    if command -v "$python" >/dev/null && "$python" -c "import $needed" 2>/dev/null; then
+    if command -v "$python" >/dev/null && "$python" -c "$has_all" 2>/dev/null; then
         PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec "$python" scripts/gpu_check.py "$@"
     fi
 done

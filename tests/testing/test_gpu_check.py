@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from scripts.gpu_check import main
 from tests.helpers.repository import ROOT
 
 
@@ -38,11 +40,14 @@ def test_everything_runs_on_a_cpu(tmp_path: Path) -> None:
     assert "skipped" in checks["tests"]["rows"][0]["tests"]
 
 
-@pytest.mark.slow
-def test_a_machine_without_a_gpu_is_told_so() -> None:
-    done = gpu_check()
-    assert done.returncode == 2
-    assert done.stderr == "gpu_check: torch finds no CUDA device on this machine; --quick runs on a CPU\n"
+def test_a_machine_without_a_gpu_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    assert main() == 2
+    said = capsys.readouterr().err
+    assert said == "gpu_check: torch finds no CUDA device on this machine; --quick runs on a CPU\n"
 
 
 def test_a_python_without_the_packages_is_refused_in_one_line() -> None:
