@@ -114,18 +114,16 @@ def step_memory(run: RunConfig, shape: StepShape, micro_batch_size: int) -> Step
         model.train()
         allocations.restart()
         weights = allocations.live
-        trained = sum(torch.float32.itemsize * parameter.numel() for _, parameter in sparse.trainable_parameters())
+        trainable = [parameter for _, parameter in sparse.trainable_parameters()]
+        trained = sum(torch.float32.itemsize * parameter.numel() for parameter in trainable)
         ids_BS = torch.zeros((micro_batch_size, run.training.sequence_length), dtype=torch.int64)
-
-        def accumulate() -> None:
-            with torch.autocast("cpu", torch.bfloat16, enabled=shape.precision == "bf16"):
-                losses = language_model_loss(model, ids_BS, loss_weights(run.training), sparse.held, progress=0.0)
-            losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
-
-        accumulate()
-        # From the second micro-batch on, gradients of the first are there to be added to.
         if micro_batch_size < run.training.batch_size:
-            accumulate()
+            # From the second micro-batch on, gradients of the first are there to be added to.
+            for parameter in trainable:
+                parameter.grad = torch.zeros_like(parameter)
+        with torch.autocast("cpu", torch.bfloat16, enabled=shape.precision == "bf16"):
+            losses = language_model_loss(model, ids_BS, loss_weights(run.training), sparse.held, progress=0.0)
+        losses.total.backward()  # type: ignore[no-untyped-call]  # torch does not annotate it
     moments, of_step = _optimiser_bytes(run, sparse, shape.on_gpu)
     temporary = max(of_step, allocations.peak - weights - trained)
     # All gradients are counted, even those that do not exist yet at the peak; activations are the remainder.
