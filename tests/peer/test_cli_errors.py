@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,12 @@ import psutil
 import pytest
 import yaml
 
+from scripts.testing.forked_peer import ForkServer
 from scripts.testing.local_peer import LocalPeer
 from spes_swarm.config.manifest import found_run
 from spes_swarm.config.run import RunConfig
 from spes_swarm.data.tokenizer import ByteTokenizer
+from spes_swarm.join import main
 from spes_swarm.model.sparse_model import build_model, layout_of
 from spes_swarm.storage.checkpoint import load_newest
 from spes_swarm.storage.run_directory import RunDirectory
@@ -39,7 +40,6 @@ from tests.helpers.token_files import token_writer
 pytestmark = pytest.mark.slow
 
 _MARK = "SPES_TEST_MARK"
-_CONTEXT = multiprocessing.get_context("forkserver")  # its imports: scripts/testing/forked_peer.py
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,6 @@ class Outcome:
     code: int
     stderr: str
     left_over: list[str]  # processes that it started and that still run
-    seconds: float
 
     def line(self) -> str:
         """The one line on stderr, without its prefix; checks all that holds for every mistake."""
@@ -59,14 +58,12 @@ class Outcome:
         assert line.startswith("join: "), line
         assert "Traceback" not in line
         assert not self.left_over
-        assert self.seconds < REASONABLE_S
         return line.removeprefix("join: ")
 
 
 def command(*arguments: Any) -> Outcome:
     """Runs `python -m spes_swarm.join` to its end, as a user would."""
     mark = uuid.uuid4().hex  # inherited by everything that the command starts, daemons included
-    started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "spes_swarm.join", *map(str, arguments)],
         stdin=subprocess.DEVNULL,
@@ -76,37 +73,28 @@ def command(*arguments: Any) -> Outcome:
         timeout=2 * REASONABLE_S,
         check=False,
     )
-    seconds = time.monotonic() - started
-    return Outcome(done.returncode, done.stderr.decode(), survivors(lambda p: p.environ().get(_MARK) == mark), seconds)
+    return Outcome(done.returncode, done.stderr.decode(), survivors(lambda p: p.environ().get(_MARK) == mark))
 
 
 def join(*arguments: Any, out: Path) -> Outcome:
     """The same, spared the seconds of imports (see scripts/testing/forked_peer.py)."""
-    started = time.monotonic()
     every = [*map(str, arguments), "--output-dir", str(out)]
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as stderr:
-        process = _CONTEXT.Process(target=run_main, args=(every, stderr.name, dict(os.environ)))
-        process.start()
-        process.join(2 * REASONABLE_S)
+        process = ForkServer(main=partial(run_main, stderr.name))(every, Path(os.devnull))
+        code = process.wait(2 * REASONABLE_S)
         said = stderr.read()
-    assert process.exitcode is not None, "it does not end"
-    seconds = time.monotonic() - started
 
     def belongs(process: psutil.Process) -> bool:
         used = [*process.cmdline(), *(file.path for file in process.open_files())]
         return process.pid != os.getpid() and any(str(out) in text for text in used)
 
-    return Outcome(process.exitcode, said, survivors(belongs), seconds)
+    return Outcome(code, said, survivors(belongs))
 
 
-def run_main(arguments: list[str], stderr: str, environment: dict[str, str]) -> None:
-    """What the forked process does."""
-    from spes_swarm.join import main
-
-    os.environ.update(environment)
-    for number, path in ((1, os.devnull), (2, stderr)):
-        os.dup2(os.open(path, os.O_WRONLY), number)
-    sys.exit(main(arguments))
+def run_main(stderr: str, arguments: list[str]) -> int:
+    """What the forked process does; the server has opened its standard output."""
+    os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    return main(arguments)
 
 
 def survivors(belongs: Callable[[psutil.Process], bool]) -> list[str]:
@@ -140,16 +128,10 @@ def out(tmp_path: Path) -> Path:
 # Before anything starts.
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["--no-such-flag"], "--no-such-flag"),
-        (["--max-rounds", "many"], "--max-rounds: invalid int value: 'many'"),
-        (["--publish-every", "5"], "--publish-every requires --publish-to"),
-    ],
-)
-def test_a_command_line_that_makes_no_sense(arguments: list[str], why: str) -> None:
-    assert why in command(*arguments).line()
+def test_a_command_line_that_makes_no_sense(out: Path) -> None:
+    assert "--no-such-flag" in command("--no-such-flag").line()
+    assert "--max-rounds: invalid int value: 'many'" in join("--max-rounds", "many", out=out).line()
+    assert "--publish-every requires --publish-to" in join("--publish-every", "5", out=out).line()
 
 
 @pytest.mark.parametrize(
@@ -192,7 +174,7 @@ def test_when_nobody_answers_every_address_is_named_with_its_reason(out: Path) -
     closed, unroutable = (
         f"/ip4/{where}/p2p/{identity(i).peer_id}" for i, where in enumerate(("127.0.0.1/tcp/1", "127.1.2.3/tcp/2"))
     )
-    line = command("--initial-peers", closed, unroutable, "--bootstrap-timeout", 2, "--output-dir", out).line()
+    line = join("--initial-peers", closed, unroutable, "--bootstrap-timeout", 2, out=out).line()
     assert "none of the 2 initial peers answered within 2 s" in line
     for maddr in (closed, unroutable):
         assert maddr in line
