@@ -34,7 +34,7 @@ from spes_swarm.config.manifest import RawManifest
 from spes_swarm.protocol.admission.acts import Allow, Pardon, Revoke, Target, Use, allow, revoke
 from spes_swarm.protocol.admission.grants import Chain, Grant, extend, read_invitation
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.storage.invitations import ANY_KEY, InvitationBook, is_revoked, opened, publish_act, read_acts
+from spes_swarm.storage.invitations import ANY_KEY, MadeInvitations, is_revoked, opened, publish_act, read_acts
 from spes_swarm.storage.run_directory import RunDirectory
 
 _ID_CHARS = 8  # of a grant's id, in what is printed
@@ -127,10 +127,10 @@ class _Office:
 
     def __init__(self, directory: RunDirectory, manifest: RawManifest, identity: Path) -> None:
         self._directory, self._manifest, self._identity = directory, manifest, identity
-        self._book = InvitationBook(directory)
+        self._made = MadeInvitations(directory)
         self._acts = list(read_acts(directory.acts, manifest).values())
         # Chains of invitations (with "") and of peers that they have admitted (with their ids).
-        self._known = [(opened(read_invitation(entry.word), manifest), "") for entry in self._book.entries]
+        self._known = [(opened(read_invitation(entry.word), manifest), "") for entry in self._made.entries]
         self._known += [(act.chain, act.chain.grants[-1].peer) for act in self._acts if isinstance(act, Allow)]
         self._known += [(act.chain, act.peer_id) for act in self._acts if isinstance(act, Use)]
 
@@ -165,8 +165,8 @@ class _Office:
                 when = self._publish(allow(extend(chain, signer, run_id, grant)))
                 yield f"admitted {grant.peer} ({terms}); {when}"
                 return
-            made = self._book.like(grant, self._manifest, self._acts) if grant.uses is None else None
-            invitation = made or self._book.make(chain, signer, run_id, grant)
+            made = self._made.like(grant, self._manifest, self._acts) if grant.uses is None else None
+            invitation = made or self._made.make(chain, signer, run_id, grant)
         except ValueError as exc:
             raise InvitationError(str(exc)) from exc
         yield f"an invitation ({terms}), with which others join:"

@@ -105,7 +105,7 @@ class RunServices:
         await self._rounds.rendezvous.start()
         await self._discovery.refresh()
         self.repeat(self.announcer.announce, 0.3)  # a burst of events needs only one record
-        self.repeat(self._look_around, REFRESH_S)
+        self.repeat(self._refresh_view, REFRESH_S)
         self.repeat(self._keep_time, 0.0)
         self.repeat(self._reunite, REFRESH_S)
 
@@ -157,7 +157,7 @@ class RunServices:
 
         self._tasks.append(asyncio.create_task(run()))
 
-    async def _look_around(self) -> None:
+    async def _refresh_view(self) -> None:
         self._dht.door.read_file()
         try:
             await self._discovery.refresh()

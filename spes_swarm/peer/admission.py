@@ -11,7 +11,7 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.peer.panel import PeerConsole
 from spes_swarm.protocol.admission.grants import Grant, Invitation
 from spes_swarm.protocol.members.identity import Identity
-from spes_swarm.storage.invitations import ANY_KEY, InvitationBook, can_be_passed_on, is_revoked, opened, read_acts
+from spes_swarm.storage.invitations import ANY_KEY, MadeInvitations, can_be_passed_on, is_revoked, opened, read_acts
 from spes_swarm.storage.run_directory import RunDirectory
 
 
@@ -45,21 +45,21 @@ class PeerAdmission:
         """Stores the invitation for the next start; a founder makes one to pass on, unless it has done so before.
 
         Raises:
-            UserError: a file cannot be written, or the book of invitations is damaged.
+            UserError: a file cannot be written, or the made of invitations is damaged.
         """
         if self.invitation is not None:
             self.directory.remember_invitation(self.invitation.to_text())
         if self.manifest.run.admission == "invite" and self.manifest.founder == self.identity.peer_id:
-            book = InvitationBook(self.directory)
-            if not any(entry.name == "" for entry in book.entries):
-                book.make(None, self.identity, self.manifest.run_id, Grant(key=ANY_KEY))
+            made = MadeInvitations(self.directory)
+            if not any(entry.name == "" for entry in made.entries):
+                made.make(None, self.identity, self.manifest.run_id, Grant(key=ANY_KEY))
 
     def to_pass_on(self) -> str | None:
         """Returns an invitation for any number of peers: the founder's, or this peer's own; None if it has none."""
         acts = read_acts(self.directory.acts, self.manifest).values()
         own = self.invitation
         if self.manifest.founder == self.identity.peer_id:
-            own = InvitationBook(self.directory).like(Grant(key=ANY_KEY), self.manifest, acts)
+            own = MadeInvitations(self.directory).like(Grant(key=ANY_KEY), self.manifest, acts)
         if own is None or not can_be_passed_on(own) or is_revoked(opened(own, self.manifest), acts):
             return None
         return own.to_text()

@@ -30,7 +30,7 @@ from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.storage.acts_file import ActsFile
 from spes_swarm.storage.run_directory import RunDirectory
 
-ANY_KEY: Final = bytes(32)  # in a grant that is not made yet: `InvitationBook.make` puts a new one in its place
+ANY_KEY: Final = bytes(32)  # in a grant that is not made yet: `MadeInvitations.make` puts a new one in its place
 
 
 def find_invitation(text: str) -> Invitation:
@@ -142,11 +142,11 @@ class MadeInvitation:
     at: float  # Unix seconds
 
 
-class InvitationBook:
+class MadeInvitations:
     """The invitations that this peer has made, in a file that only its user can read."""
 
     def __init__(self, directory: RunDirectory) -> None:
-        """Reads the book; a missing file is an empty one.
+        """Reads them; without a file there are none.
 
         Raises:
             InvitationError: the file is damaged.

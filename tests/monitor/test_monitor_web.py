@@ -151,13 +151,13 @@ def test_who_asks_nothing_and_who_reads_nothing_is_cut_off(monkeypatch: pytest.M
     monkeypatch.setattr(server, "TIMEOUT_S", 1.0)
     cut_off = threading.Event()
 
-    class Told(server._PatientProtocol):
+    class Told(server._TimedProtocol):
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
             if self._stuck_since is not None:
                 cut_off.set()
 
-    monkeypatch.setattr(server, "_PatientProtocol", Told)
+    monkeypatch.setattr(server, "_TimedProtocol", Told)
     with Served(a_swarm(num_peers=400)) as served:
         with socket.create_connection(("127.0.0.1", served.port), timeout=PATIENCE_S) as silent:
             assert _ends(silent)

@@ -109,13 +109,13 @@ def test_a_peer_learns_that_it_is_out_of_the_run_even_if_it_can_read_no_records(
     async def look() -> None:
         told: list[Any] = []
         services = services_with(answer, told.append)
-        await services._look_around()
+        await services._refresh_view()
         assert [view.out for view in told] == [None]
         services.state.tracks.conduct.exclusions.note_lie(identity(0).peer_id, 5)
         unreadable: Any = UnreadableRecords()
         services._discovery.open(unreadable)
         with pytest.raises(OSError, match="no node answers"):
-            await services._look_around()
+            await services._refresh_view()
         assert "may no longer take part: " in told[-1].out
         assert told[-1].out.endswith("a proof shows a lie in round 5 (only the founder can pardon it)")
         with pytest.raises(InvitationError, match=re.escape(told[-1].out)):

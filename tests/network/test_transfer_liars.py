@@ -143,7 +143,7 @@ LIES: dict[str, tuple[Callable[[Channel, int, bytes], Awaitable[None]], set[str]
 )
 def test_a_lone_liar_costs_a_few_chunks_and_is_named(net: Net, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     talk, kinds = LIES[name]
-    monkeypatch.setattr(download_module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(download_module, "_PIECE_STALLS", 0.05)
 
     async def test() -> None:
         # Paced, so that the liar has its say before the honest donors are through.
@@ -174,7 +174,7 @@ def test_a_lone_liar_costs_a_few_chunks_and_is_named(net: Net, name: str, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wrong values", "keepalives without end", "silence", "moved on"])
 def test_a_liar_that_is_the_only_donor_is_given_up(net: Net, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download_module, "_PATIENCE", 0.2)
+    monkeypatch.setattr(download_module, "_PIECE_STALLS", 0.2)
     monkeypatch.setattr(download_module, "_MAX_FRUITLESS", 2)
 
     async def test() -> None:

@@ -72,7 +72,7 @@ class Door:
         self.on_refusal: Callable[[str], None] = lambda peer_id: None  # called for peers that refuse this one
         self.electorate: Callable[[], Collection[str]] = tuple  # those whose work is in a commit of this peer
         self._has_news = False
-        self._teller: asyncio.Task[None] | None = None
+        self._announcing: asyncio.Task[None] | None = None
 
     async def open(self, me: str, others: Collection[str]) -> None:
         """Reads the file of acts, takes in those of others, and checks all calls from now on.
@@ -244,8 +244,8 @@ class Door:
     def _announce_to_others(self) -> None:
         """Calls the others, which then see that this peer knows more than they do; at most once in a while."""
         self._has_news = True
-        if self._teller is None or self._teller.done():
-            self._teller = asyncio.create_task(self._announce())
+        if self._announcing is None or self._announcing.done():
+            self._announcing = asyncio.create_task(self._announce())
 
     async def _announce(self) -> None:
         async def call(peer_id: str) -> None:

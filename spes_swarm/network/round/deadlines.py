@@ -30,9 +30,9 @@ _Answer = TypeVar("_Answer")
 
 # Of the configured timeout, if nothing was measured: for contributions, for results, for repairs.
 _SHARES = (0.5, 0.75, 0.9)
-# Otherwise, as multiples of the first one, which is _PATIENCE times what is usual and half a stall timeout on top.
+# Otherwise, as multiples of the first one: _COLLECT_FACTOR times what is usual and half a stall timeout on top.
 _MULTIPLES = (1.0, 1.5, 2.0)
-_PATIENCE = 4.0
+_COLLECT_FACTOR = 4.0
 _BATCH_S = 0.05  # for which the results of a batch wait for each other
 
 
@@ -68,7 +68,7 @@ class Deadlines:
         latest = cls.configured(limits)
         if plan.usual_s <= 0:
             return latest
-        collect_s = _PATIENCE * plan.usual_s + limits.stall_timeout_s / 2
+        collect_s = _COLLECT_FACTOR * plan.usual_s + limits.stall_timeout_s / 2
         return cls(*(min(most, times * collect_s) for most, times in zip(astuple(latest), _MULTIPLES, strict=True)))
 
 

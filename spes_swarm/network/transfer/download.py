@@ -38,7 +38,7 @@ _NUM_DONORS, _MAX_DONORS = 8, 16
 _WINDOW = 2  # chunks requested from one donor at a time: one under way, and one so that the donor is never idle
 _MAX_FRUITLESS = 6  # votes in a row after which no block became whole
 _LOOK_S = 10.0  # after this long without a change, more donors are looked for
-_PATIENCE = 4.0  # stall timeouts in which at least one piece must arrive
+_PIECE_STALLS = 4.0  # stall timeouts in which at least one piece must arrive
 _PROGRESS_S = 1.0
 _MAX_UNWRITTEN = 64  # chunks that wait for the disk; further ones are not written, so a download never waits for it
 
@@ -248,7 +248,7 @@ class Download:
                         await channel.send(arrivals.ask(n, self._wanted[n]))
                     frame = await channel.receive(PIECE_BYTES)
                     now = time.monotonic()
-                    if frame.kind is FrameKind.KEEPALIVE and now - heard_at < _PATIENCE * self.stall_timeout_s:
+                    if frame.kind is FrameKind.KEEPALIVE and now - heard_at < _PIECE_STALLS * self.stall_timeout_s:
                         continue
                     if frame.kind is FrameKind.KEEPALIVE:
                         raise ProtocolError("stalled", f"nothing but keepalives for {now - heard_at:.0f} s")

@@ -30,7 +30,7 @@ async def serve(source: StateSource, listener: socket.socket, *, announce: Calla
     app = build_app(source, feed, loopback_only=ipaddress.ip_address(address.partition("%")[0]).is_loopback)
     config = uvicorn.Config(
         app,
-        http=_PatientProtocol,
+        http=_TimedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -66,7 +66,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _PatientProtocol(H11Protocol):
+class _TimedProtocol(H11Protocol):
     """An HTTP connection that is aborted if the client sends no request or does not read the response.
 
     uvicorn limits only the pause between requests. A client that opens connections and sends nothing, or never reads a
