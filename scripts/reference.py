@@ -96,8 +96,8 @@ def _sections(cls: type[Section], key: str, example: dict[str, Any]) -> Iterator
             nested.append((bare, f"{key}.{field.name}", example.get(field.name, {})))
             continue
         unit = next((unit for pattern, unit in _UNITS if re.search(pattern, field.name)), "")
-        given = _text(example[field.name]) if field.name in example and bare is not dict else ""
-        if field.name == "settings":
+        given = _text(example[field.name]) if field.name in example else ""
+        if isinstance(example.get(field.name), dict):
             given = "see the file"
         accepted = re.sub(" and at most [0-9]{10,}", "", expectation(hint))  # no limit in practice
         cells = (f"`{field.name}`", accepted, unit, _default(field), notes[field.name], given)
@@ -138,12 +138,14 @@ def notes_of(cls: type[Section]) -> dict[str, str]:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return _text(field.default_factory())
     return "" if field.default is dataclasses.MISSING else _text(field.default)
 
 
 def _text(value: Any) -> str:
     plain = json.dumps(value) if not isinstance(value, str) else value
-    return f"`{plain}`" if value not in ({}, [], ()) else "none"
+    return f"`{plain}`" if value not in ({}, [], ()) else "empty"
 
 
 def build_errors() -> str:
@@ -162,7 +164,7 @@ A `UserError` ends a command with one line and exit code 2. Of the others, some 
 it, with a line that names its log. All are in `spes_swarm.base.errors`, those for users of the package also in
 `spes_swarm`.
 
-| error | means | so |
+| error | means | what to do |
 |---|---|---|
 {rows}
 

@@ -54,14 +54,15 @@ class MixedConfig(Section):
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class DataConfig(Section):
-    """What the run trains on (see peer/run_data.py); the founder's --data fills in unset fields."""
+    """What the run trains on; the founder's --data fills in unset fields."""
 
-    kind: RunKind | None = None  # own: each peer brings its own data
+    # stdlib: the source of Python's library; corpus: a directory of text, or token files; hf: a data set of the Hub or
+    # like one; mixture: several of these; own: each peer brings its own data.
+    kind: RunKind | None = None
     # Of a corpus: a label for people, which appears in commands that users paste into a shell. Of hf: USER/NAME on the
     # Hub, or the name of a directory.
     name: _Name | None = None
-    # Digest of a corpus's tokens, see data/corpus_index.py; of an hf data set's files and column, see
-    # data/streaming/dataset.py.
+    # Digest of a corpus's tokens, or of an hf data set's files and column.
     digest: Hex64 | None = None
     python_version: _PythonVersion | None = None  # of the standard library's text
     config: _Part | None = None  # of hf: name of the configuration; None = the default one

@@ -270,7 +270,7 @@ class RoundConfig(Section):
     inner_steps_later: tuple[tuple[Count, Count], ...] = ()
     # Rounds from one synchronisation of the experts to the next; the shared layers take part in all.
     expert_every: Count = 1
-    codec: str = "fp16"  # encoding of differences to the reference
+    codec: str = "fp16"  # encoding of differences to the reference: fp32, fp16, int8 or int4
     result_codec: str | None = None  # encoding of the averages of several contributions; None = `codec`
     part_elements: Annotated[int, Range(1, 2**20)] = 65536  # values per part, the unit of transfer
     window_s: Positive = 10.0  # how long a rendezvous waits for live peers that have not arrived
