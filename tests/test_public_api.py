@@ -61,7 +61,7 @@ def test_a_script_and_the_example_in_the_pages(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     run_file(tmp_path / "my-run.yaml")
     done = subprocess.run(
-        [sys.executable, "-c", _IMPORT_FOUND_AND_EXPORT + example, "my-run.yaml"],
+        [sys.executable, "-c", f"{_IMPORT_FOUND_AND_EXPORT}\nexec({example!r}, {{}})", "my-run.yaml"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -45,7 +45,7 @@ class PeerAdmission:
         """Stores the invitation for the next start; a founder makes one to pass on, unless it has done so before.
 
         Raises:
-            UserError: a file cannot be written, or the made of invitations is damaged.
+            UserError: a file cannot be written, or that of made invitations is damaged.
         """
         if self.invitation is not None:
             self.directory.remember_invitation(self.invitation.to_text())

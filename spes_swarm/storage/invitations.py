@@ -134,7 +134,7 @@ def is_revoked(chain: Chain, acts: Iterable[Act]) -> bool:
 
 @dataclass(frozen=True)
 class MadeInvitation:
-    """One entry of the book."""
+    """An invitation that was made."""
 
     name: str  # for whom; may be empty
     grant: str  # hex id
@@ -176,7 +176,7 @@ class MadeInvitations:
 
         Raises:
             ValueError: see `extend`.
-            UserError: the book cannot be written.
+            UserError: the file cannot be written.
         """
         secret, public = new_key()
         made = extend(chain, signer, run_id, grant.model_copy(update={"key": public}))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from scripts.testing.forked_peer import ForkedPeer, ForkServer
+from scripts.testing.forked_peer import ForkServer
 from spes_swarm import join, publish
 from spes_swarm.network import run_commands
 from spes_swarm.network.round import exchange
@@ -21,6 +19,7 @@ from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.publishing import background, publisher
 from spes_swarm.training import saving
 from spes_swarm.training.ranks import follower
+from tests.helpers.torchrun import launch_forked_ranks
 
 
 class PlantedError(Exception):
@@ -60,18 +59,9 @@ def launch_broken(part: str) -> ForkServer:
     return ForkServer(main=partial(_broken_main, part))
 
 
-def launch_broken_rank(arguments: Sequence[str], log: Path) -> ForkedPeer:
-    """Starts rank 0 of `join`, and a rank 1 that fails at its first step, with the environment of torchrun."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
-    main = partial(_broken_main, "rank")
-    zero, _ = (
-        ForkServer(main=main, environment={**os.environ, **torchrun, "RANK": rank, "LOCAL_RANK": rank})(arguments, log)
-        for rank in ("0", "1")
-    )
-    return zero
+def launch_broken_rank() -> ForkServer:
+    """The same with two ranks, of which rank 1 fails at its first step."""
+    return launch_forked_ranks(partial(_broken_main, "rank"))
 
 
 def _broken_main(part: str, arguments: list[str]) -> int:

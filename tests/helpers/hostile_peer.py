@@ -31,7 +31,7 @@ from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.network.transport.daemon import Daemon, bootstrap
 from spes_swarm.network.transport.interface import STREAM_ERRORS
 from spes_swarm.port.commands import Called, Notification
-from spes_swarm.port.messages import Presence, SwarmView
+from spes_swarm.port.messages import Presence
 from spes_swarm.protocol.averaging.commitments import Commitment
 from spes_swarm.protocol.bitmap import bitmap
 from spes_swarm.protocol.consensus.codec import EXACT
@@ -176,11 +176,10 @@ class HostileExchange(Exchange):
 
 
 class _Listener:
-    """Notices calls and views."""
+    """Notices calls."""
 
     def __init__(self) -> None:
         self.called = asyncio.Event()
-        self.viewed = asyncio.Event()
 
     def on_fault(self, peer_id: str, error: ProtocolError) -> None:
         print("fault", peer_id, error, flush=True)
@@ -190,11 +189,8 @@ class _Listener:
     def report(self, why: str) -> None: ...
 
     def notify(self, notification: Notification) -> None:
-        match notification:
-            case Called():
-                self.called.set()
-            case SwarmView():
-                self.viewed.set()
+        if isinstance(notification, Called):
+            self.called.set()
 
 
 async def beat_forever(services: run_services.RunServices) -> None:
@@ -213,12 +209,6 @@ class Membership:
     presence: Presence
     reference_N: FloatArray
     contribution_N: FloatArray
-
-    async def others_have_committed(self, number: int) -> None:
-        """Waits until nobody else that trains is behind that round."""
-        while any(v.progress.round < number for v in self.services.state.roster.training()):
-            self.listener.viewed.clear()
-            await self.listener.viewed.wait()
 
 
 @asynccontextmanager

@@ -6,17 +6,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from scripts.testing.forked_peer import ForkServer
+from scripts.testing.forked_peer import ForkServer, Main
 from scripts.testing.local_peer import LocalPeer, PeerProcess
 from tests.helpers import slow_join
 from tests.helpers.repository import ROOT
 
 NUM_RANKS = 2
+_SLOW: Main = partial(slow_join.sleeping_main, slow_join.PAUSE_S)
 _SHUTDOWN_S = 600  # for a last round on a busy machine; by default 30 s
 
 
@@ -35,12 +37,12 @@ def launch_ranks(arguments: Sequence[str], log: Path, module: str = slow_join.__
         )
 
 
-def launch_forked_ranks() -> ForkServer:
+def launch_forked_ranks(main: Main = _SLOW) -> ForkServer:
     """As `launch_ranks`, without the time for imports: torchrun's agent and the ranks are forked."""
-    return ForkServer(main=_agent_main)
+    return ForkServer(main=partial(_agent_main, main))
 
 
-def _agent_main(arguments: list[str]) -> int:
+def _agent_main(main: Main, arguments: list[str]) -> int:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -51,12 +53,12 @@ def _agent_main(arguments: list[str]) -> int:
         max_restarts=0,
         shutdown_timeout=_SHUTDOWN_S,
     )
-    elastic_launch(config, _rank_main)(arguments)
+    elastic_launch(config, _rank_main)(main, arguments)
     return 0
 
 
-def _rank_main(arguments: list[str]) -> None:
-    if code := slow_join.sleeping_main(slow_join.PAUSE_S, arguments):
+def _rank_main(main: Main, arguments: list[str]) -> None:
+    if code := main(arguments):
         sys.exit(code)  # torchrun waits for others of a process that returns
 
 

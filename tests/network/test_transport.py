@@ -111,9 +111,9 @@ def test_a_stream_that_nobody_waits_for_any_more_is_closed() -> None:
 
             async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 assert await reader.read() == b""
-                ended.set()
+                ended.put_nowait(None)
 
-            ended = asyncio.Event()
+            ended = asyncio.Queue[None]()
             await serve_streams(server, talk)
             opening = asyncio.create_task(client.open_stream(server.peer_id, "test", LONG_S))
             gc.disable()  # the collector would close it, at some time
@@ -122,7 +122,10 @@ def test_a_stream_that_nobody_waits_for_any_more_is_closed() -> None:
                 opening.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await opening
-                await asyncio.wait_for(ended.wait(), LONG_S)
+                await asyncio.wait_for(ended.get(), LONG_S)
+                with pytest.raises(TimeoutError):
+                    await client.open_stream(server.peer_id, "test", 0.0)
+                await asyncio.wait_for(ended.get(), LONG_S)
             finally:
                 gc.enable()
 

@@ -81,7 +81,10 @@ def join(*arguments: Any, out: Path) -> Outcome:
     every = [*map(str, arguments), "--output-dir", str(out)]
     with tempfile.NamedTemporaryFile("r", encoding="utf-8") as stderr:
         process = ForkServer(main=partial(run_main, stderr.name))(every, Path(os.devnull))
-        code = process.wait(2 * REASONABLE_S)
+        try:
+            code = process.wait(2 * REASONABLE_S)
+        finally:
+            process.kill()
         said = stderr.read()
 
     def belongs(process: psutil.Process) -> bool:
@@ -236,6 +239,12 @@ def test_an_existing_model_that_cannot_be_trained(tmp_path: Path, out: Path) -> 
     line = join("--initial-weights", tmp_path / "model", out=out).line()
     assert re.fullmatch(rf"{tmp_path / 'model'}: .*{REFUSED['gpt_oss'][1]}.*", line), line
     assert not out.exists()
+
+
+def test_weights_of_another_model(tmp_path: Path, out: Path) -> None:
+    save_moe(tmp_path / "model", "olmoe")
+    line = join("--config", config(tmp_path / "run.yaml"), "--initial-weights", tmp_path / "model", out=out).line()
+    assert "the run's model" in line
 
 
 def token_file(path: Path) -> Path:

@@ -84,6 +84,7 @@ def test_a_model_is_trained_further_from_the_hub(tmp_path: Path, monkeypatch: py
             founder = founded(running, f"user/Tiny-MoE@{first}", "--data", tmp_path / "text.txt", "--max-rounds", 2)
             assert founder.wait() == 0, founder.text()
             # The files are in the library's cache; only safetensors, configuration and tokenizer were fetched.
+            assert list((tmp_path / "hub" / "home").rglob("*.safetensors"))
             assert not list((tmp_path / "hub" / "home").rglob("*.py"))
             hub.use(monkeypatch, tmp_path / "hub" / "home" / "hub")
             export_model(founder.output_dir, tmp_path / "exported")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.testing.forked_peer import ForkServer
+from scripts.testing.forked_peer import ForkedPeer, ForkServer
 from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.protocol.rounds.track_record import RECENT_ROUNDS
 from tests.helpers import intruder
@@ -27,13 +27,13 @@ UNTRAINED_LOSS = 5.6
 
 
 @contextmanager
-def intruding(directory: Path, peers: list[LocalPeer], kind: str) -> Iterator[None]:
+def intruding(directory: Path, peers: list[LocalPeer], kind: str) -> Iterator[ForkedPeer]:
     """A stranger in every group of these peers."""
     arguments = [*(peer.address() for peer in peers), "--directory", str(directory), "--kind", kind]
     directory.mkdir()
     process = ForkServer(main=intruder.main)(arguments, directory / "console.log")
     try:
-        yield
+        yield process
         assert process.poll() is None, (directory / "console.log").read_text()
     finally:
         process.kill()
@@ -59,11 +59,11 @@ def test_strangers_neither_stop_nor_steer_the_shared_layers(tmp_path: Path) -> N
     silent, lying, owing = (tmp_path / kind for kind in ("silent", "lying", "owing"))
     with swarm(tmp_path) as running, ExitStack() as strangers:
         peers = running.start_all(NUM_HONEST, "--experts", 2)
-        for directory in (silent, lying, owing):
-            strangers.enter_context(intruding(directory, peers, directory.name))
+        processes = [strangers.enter_context(intruding(each, peers, each.name)) for each in (silent, lying, owing)]
         first = max(wait_for_groups(directory, peers[0], 1)[0] for directory in (silent, lying, owing))
         second = wait_for_groups(owing, peers[0], 2)[1]
         while min(max(groups(silent)), max(groups(lying))) < max(first + ROUNDS, second + 8):
+            assert all(process.poll() is None for process in processes)
             peers[0].wait_for_round(max(peers[0].rounds()) + 1)
         assert not [number for number in groups(owing) if second < number <= second + 8]
         last = max(max(peer.rounds()) for peer in peers)

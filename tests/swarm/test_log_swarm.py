@@ -51,7 +51,7 @@ def test_an_unexpected_error_is_in_the_log_with_its_traceback_and_the_console_na
     tmp_path: Path, part: str, process: str, where: str
 ) -> None:
     with swarm(tmp_path) as running:
-        running.launch = launch_broken_rank if part == "rank" else launch_broken(part)
+        running.launch = launch_broken_rank() if part == "rank" else launch_broken(part)
         publishing = ("--publish-to", f"file:{tmp_path / 'published'}", "--publish-every", 1)
         peer = running.found(*(publishing if part == "publisher" else ()))
         if part == "publisher":  # training goes on without it
@@ -69,7 +69,7 @@ def test_an_unexpected_error_is_in_the_log_with_its_traceback_and_the_console_na
     told = [line for line in console.splitlines() if ERROR in line or "PlantedError: planted" in line]
     assert f"; traceback in {peer.output_dir / 'log.txt'}" in told[0]
     assert len(told) == 1, console
-    assert "Traceback" not in console
+    assert "Traceback" not in console or part == "rank"  # torchrun prints one of its own
 
 
 def ask(peer: LocalPeer) -> str:

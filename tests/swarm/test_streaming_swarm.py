@@ -58,7 +58,7 @@ def test_two_peers_divide_a_data_set_and_resume_exactly(tmp_path: Path) -> None:
         members = [peer_id(peer) for peer in peers]
         deal = Deal(0, NUM_FILES, 0.02)
         begun = [pieces_of(peer, deal) for peer in peers]
-        assert all(len(pieces) > 3 for pieces in begun)
+        assert all(len(pieces) > 1 for pieces in begun)
         assert not begun[0] & begun[1]
         for member, pieces in zip(members, begun, strict=True):
             assert {deal.owner(piece, members) for piece in pieces} == {member}

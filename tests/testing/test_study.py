@@ -422,7 +422,7 @@ def test_a_run_is_known_by_its_settings_and_not_by_its_name(tmp_path: Path) -> N
 def test_the_command_writes_table_and_figures(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = study_file(tmp_path, {"first": {}, "second": {"mode": "fedavg"}}, seeds=[0, 1], peers=2)
     results = tmp_path / "results"
-    command = [path, "--data", text, "--output-dir", results, "--jobs", 1]
+    command = [path, "--data", text, "--output-dir", results, "--jobs", 2]
     assert main([str(each) for each in command]) == 0
     table = (results / "study" / "table.md").read_text(encoding="utf-8")
     assert capsys.readouterr().out.endswith(table)
@@ -450,10 +450,11 @@ def test_the_workers_of_a_killed_study_end(tmp_path: Path, text: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_worker_ends_the_study_and_the_other_workers(tmp_path: Path, text: Path) -> None:
     workers: list[multiprocessing.process.BaseProcess] = []
+    others = multiprocessing.active_children()
 
     def kill(said: str) -> None:
         if said.startswith("[1/3]"):
-            workers.extend(multiprocessing.active_children())
+            workers.extend(child for child in multiprocessing.active_children() if child not in others)
             workers[-1].kill()
 
     with pytest.raises(CapacityError, match="a process of the study was killed"):
