@@ -114,7 +114,7 @@ def test_a_peer_that_comes_back_listens_where_it_did(tmp_path: Path) -> None:
         first.kill()
         second = running.found()
         assert port_of(second) == port
-        second.kill()
+        assert second.terminate() == 0
         with socket.create_server(("127.0.0.1", port)):  # somebody else has it now
             third = running.found()
             assert port_of(third) != port
