@@ -264,7 +264,8 @@ class Scene:
         if kind is Group:
             return value.sealed
         if kind is Statement:
-            return value.round  # those of parts.py differ in nothing else
+            assert value == statement(value.round)  # so its round is all there is to it
+            return value.round
         if isinstance(value, dict):
             return [(self._relative(k, rename), self._relative(v, rename)) for k, v in sorted(value.items())]
         if isinstance(value, set | frozenset):
