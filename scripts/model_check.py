@@ -14,7 +14,7 @@ import argparse
 import sys
 import time
 
-from scripts.testing.meeting.mutations import mutants, notice
+from scripts.testing.meeting.mutations import mutants, notice, notice_in_cases
 from scripts.testing.meeting.search import search
 from scripts.testing.meeting.walks import walk
 
@@ -72,14 +72,21 @@ def _walk(options: argparse.Namespace) -> bool:
 
 
 def _mutate(options: argparse.Namespace) -> bool:
-    count = missed = 0
+    count = missed = in_cases = 0
     chosen = [each for each in mutants() if each[0].change.startswith("drop") or not options.drops]
     for mutant, source in chosen[:: options.every]:
         count += 1
-        if notice(mutant, source) is None:
+        if notice(mutant, source) is not None:
+            continue
+        if notice_in_cases(mutant, source):
+            in_cases += 1
+            print("noticed by the cases alone:", mutant, flush=True)
+        else:
             missed += 1
             print("not noticed:", mutant, flush=True)
-    print(f"{count} mutants, {count - missed} noticed ({1 - missed / count:.1%})")
+    print(
+        f"{count} mutants, {count - missed} noticed ({1 - missed / count:.1%}), {in_cases} of them by the cases alone"
+    )
     return missed <= 0.05 * count
 
 

@@ -24,6 +24,7 @@ class Driven:
     def __init__(self, me: str, others: str, defers: bool = False) -> None:
         self.machine = Meeting(WINDOW_S, EXCHANGE_S, form, lambda peer: False)
         self.now = 0.0
+        self.outputs: list[Output] = []
         self.view = View(RUN_ID, me, 1, tuple(Neighbour(other, True) for other in others), defers=defers)
 
     def input(self) -> Meeting:
@@ -31,7 +32,14 @@ class Driven:
 
     def done(self) -> list[Output]:
         """What it has wanted done since this was asked last."""
-        return self.machine.drain()[0]
+        self.outcome()
+        outputs, self.outputs = self.outputs, []
+        return outputs
+
+    def outcome(self) -> Group | RoundError | None:
+        """What has become of its attempt."""
+        self.outputs += self.machine.advance()[0]
+        return self.machine.outcome
 
     def join(self, number: int = 1) -> None:
         self.input().join(seal(self.view.me, number), statement(number))
@@ -41,7 +49,7 @@ class Driven:
         until, rest = self.now + seconds, []
         while self.now < until:
             self.now += TICK_S
-            self.input().tick()
+            self.input()
             for output in self.done():
                 if isinstance(output, Call) and answers is not None:
                     self.input().call_answered(output, answers.get(output.peer))
@@ -49,15 +57,17 @@ class Driven:
                     self.input().poll_answered(output, answers[output.leader])
                 else:
                     rest.append(output)
+                self.outcome()
         return rest
 
     def group(self, names: str) -> Answer:
         return {"group": [seal(name, 1) for name in sorted(names)]}
 
 
-def members(machine: Meeting) -> list[str]:
-    assert isinstance(machine.outcome, Group), machine.outcome
-    return [member.peer_id for member in machine.outcome.members]
+def members(me: Driven) -> list[str]:
+    found = me.outcome()
+    assert isinstance(found, Group), found
+    return [member.peer_id for member in found.members]
 
 
 def test_a_newcomer_takes_the_group_of_its_initial_peer_although_there_are_many_strangers() -> None:
@@ -68,7 +78,7 @@ def test_a_newcomer_takes_the_group_of_its_initial_peer_although_there_are_many_
     (poll,) = me.done()
     assert isinstance(poll, Poll)
     me.input().poll_answered(poll, me.group(A + B))
-    assert members(me.machine) == sorted(A + B)
+    assert members(me) == sorted(A + B)
 
 
 def test_a_leader_does_not_leave_out_those_that_have_crashed_since_they_answered() -> None:
@@ -80,7 +90,7 @@ def test_a_leader_does_not_leave_out_those_that_have_crashed_since_they_answered
     outputs += me.wait(0.5, {A: me.group(A + B), C: None})
     outputs += me.wait(15.0, {A: None, C: None, D: None})
     assert not any(isinstance(output, Stall) for output in outputs)
-    assert members(me.machine) == sorted(A + B)
+    assert members(me) == sorted(A + B)
 
 
 def test_a_leader_that_leaves_out_those_on_their_way_is_passed_over() -> None:
@@ -90,7 +100,7 @@ def test_a_leader_that_leaves_out_those_on_their_way_is_passed_over() -> None:
     outputs = me.wait(3.0, {A: me.group(A + B), C: {"leader": A}, D: {"leader": A}})
     assert Stall(A, 1) in outputs
     assert f"round 1: follows {B}" in " ".join(me.machine.describe())  # itself
-    assert me.machine.outcome is None
+    assert me.outcome() is None
 
 
 def test_an_attempt_keeps_what_it_knows_of_leaders_when_the_target_moves_on() -> None:
@@ -112,8 +122,9 @@ def test_a_poll_that_waited_while_this_peer_slept_is_not_counted() -> None:
     me.join()
     outputs = me.wait(1.5, {B: {"target": 2}, C: {"target": 2}})
     assert not any(isinstance(output, Reply) and "group" in output.answer for output in outputs)
-    assert isinstance(me.machine.outcome, RoundError)
-    assert "is over" in str(me.machine.outcome)
+    over = me.outcome()
+    assert isinstance(over, RoundError)
+    assert "is over" in str(over)
 
 
 def test_a_late_answer_with_the_group_of_all_counts() -> None:
@@ -125,8 +136,9 @@ def test_a_late_answer_with_the_group_of_all_counts() -> None:
         me.input().polled(key, name, 1, seal(name, 1, nonce=1))
     theirs = me.group(A + B + C)
     me.input().poll_answered(late, theirs)
-    assert isinstance(me.machine.outcome, Group)
-    assert list(me.machine.outcome.sealed) == theirs["group"]
+    found = me.outcome()
+    assert isinstance(found, Group)
+    assert list(found.sealed) == theirs["group"]
 
 
 def test_without_any_leader_the_error_says_whether_waiting_would_help() -> None:
@@ -135,7 +147,7 @@ def test_without_any_leader_the_error_says_whether_waiting_would_help() -> None:
         me.view = replace(me.view, reachable=False)
         me.join()
         me.wait(TICK_S, {A: said})
-        assert type(me.machine.outcome) is error
+        assert type(me.outcome()) is error
 
 
 @pytest.mark.parametrize(("followers", "waits_s"), [(B, 2.0), (B + C, 0.0)], ids=["few", "most"])
@@ -146,12 +158,12 @@ def test_a_leader_gives_a_group_of_a_few_at_once_and_enters_it_when_they_may_hav
     me, given_at = Driven(A, B + C + D), dict[str, float]()
     me.join()
     idle: dict[str, Answer | None] = {name: {} for name in (B, C, D) if name not in followers}
-    while me.machine.outcome is None:
+    while me.outcome() is None:
         for name in followers:
             me.input().polled(ord(name), name, 1, seal(name, 1))
         for output in me.wait(TICK_S, idle):
             if isinstance(output, Reply) and "group" in output.answer:
                 given_at.setdefault(chr(output.key), me.now)
-    assert members(me.machine) == sorted(A + followers)
+    assert members(me) == sorted(A + followers)
     assert given_at == pytest.approx(dict.fromkeys(followers, WINDOW_S), abs=3 * TICK_S)
     assert me.now - given_at[B] == pytest.approx(waits_s, abs=TICK_S)

@@ -1,15 +1,21 @@
-"""The machine without one of its transitions: do walks and searches notice?
+"""The machine without one of its transitions: do walks, searches and the tests' cases notice?
 
 Each statement that changes the machine's state, or has something done, is left out once, and each condition is held to
-be true, and to be false. A mutant is noticed if a walk or a search finds a problem, raises an error, or does not end.
+be true, and to be false. A mutant is noticed if a walk or a search finds a problem, raises an error, or does not end,
+or if one of the cases fails: swarms on a virtual clock of which each leader, follower, freeze and lie is chosen.
 """
 
 from __future__ import annotations
 
 import ast
 import multiprocessing
+import os
 import resource
+import shutil
+import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +24,22 @@ from types import ModuleType
 from scripts.testing.meeting import search, walks, world
 from spes_swarm.protocol.meeting import attempt, gathering, leading, meeting, state, view
 
+CASES = (
+    "tests/protocol/test_meeting.py",
+    "tests/network/test_frozen_leaders.py",
+    "tests/network/test_hostile_rendezvous.py",
+    "tests/network/test_divisive_leaders.py",
+)
 MODULES = (view, gathering, attempt, state, leading, meeting)
+_ROOT = Path(__file__).parents[3]
 _SILENT = {"say", "describe", "__init__"}  # they only explain, or begin
-_MOST_CPU_S = 240
+_MOST_CPU_S = 600  # four times what the machine itself takes here
 _STATES = 4_000  # of each search
 # Walks of each kind: honest peers, hostile ones, faults, and whether they are freezes only.
 _WALKS = 40
 _SWARMS = (4, 1, 8, True), (4, 1, 8), (3, 0, 8), (2, 0, 8), (5, 0, 8), (5, 0, 8, True), (4, 0, 8, True), (6, 1, 4)
+# The median, in swarms of two, from when both have joined to when both have the group: two messages, most of 20 ms.
+_DELAY_S = 0.08
 
 
 @dataclass(frozen=True)
@@ -94,11 +109,15 @@ def _parts(target: ast.expr) -> list[ast.expr]:
 
 def check() -> str | None:
     """Walks and searches briefly; returns the first problem."""
+    delays = []
     for seed in range(_WALKS):
         for swarm in _SWARMS:
-            problems, _ = walks.walk(seed, *swarm)
+            problems, walked = walks.walk(seed, *swarm)
             if problems:
                 return problems[0].what
+            delays += walked.delays if swarm[0] == 2 else []
+    if (delay_s := statistics.median(delays)) > _DELAY_S:
+        return f"two peers have their group after {delay_s:.2f} s"
     for peers, faults in ((2, {"freezes": 1, "losses": 1}), (2, {"crashes": 1, "losses": 1}), (3, {"crashes": 1})):
         found = search.search(peers, most=_STATES, **faults)
         if found.problem is not None:
@@ -121,6 +140,19 @@ def notice(mutant: Mutant, source: str) -> str | None:
     finally:
         process.kill()
         process.join()
+
+
+def notice_in_cases(mutant: Mutant, source: str) -> bool:
+    """Returns True if one of the tests' cases fails with a mutant."""
+    with tempfile.TemporaryDirectory() as name:
+        for package in ("spes_swarm", "scripts", "tests"):
+            shutil.copytree(_ROOT / package, Path(name) / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(_ROOT / "pyproject.toml", name)
+        (Path(name) / mutant.module.replace(".", "/")).with_suffix(".py").write_text(source, encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *CASES]
+        environment = {**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=name, env=environment, capture_output=True, timeout=1200, check=False)
+    return done.returncode != 0
 
 
 def _try(module: str, source: str, sending: object) -> None:

@@ -162,7 +162,7 @@ class Scene:
             for key, (output, until) in list(peer.asks.items()):
                 if self.now >= until:
                     self._answered(name, key, output, None)
-            self._input(name).tick()
+            self._input(name)
             self._carry_out(name)
             if peer.joined and peer.group is None and not peer.machine.joining:
                 targets = [1 if each.group is None else 2 for each in self.peers.values() if each.alive]
@@ -206,7 +206,7 @@ class Scene:
     def _carry_out(self, name: str) -> None:
         peer = self.peers[name]
         machine = peer.machine
-        for output in machine.drain()[0]:
+        for output in machine.advance()[0]:
             if isinstance(output, Poll | Call):
                 self.keys += 1
                 receiver = output.leader if isinstance(output, Poll) else output.peer

@@ -5,6 +5,7 @@
   wrong. A group with a liar in it may be committed next to another one: not all of its members need to believe in it
 - no attempt takes longer than two windows and 22 seconds while its peer runs, and none is held up for longer than
   13 seconds by a peer that is frozen
+- strangers' calls and anybody's polls for a round that is far ahead are refused
 - nobody enters a group whose exchange has failed again, or follows a leader whose groups have failed twice
 - nobody commits alone while others are up, in reach and at the same round, with the same reservation
 - no honest peer is blamed for what liars did, and nobody while nothing has gone wrong; liars do not move the round. As
@@ -36,9 +37,8 @@ _LONGEST_S = 320.0  # after which rounds need not wait for everybody again
 _FROZEN_S = 13.0  # for which one frozen peer stops the others, at most, in addition to a trainer's step
 _MORE_ROUNDS = 6  # together, at least, after the first one; with liars, one
 _KNOWN_AFTER = 40  # lies, or rounds of four peers
-# From the first that joins a round to the last that has its group, at most, in addition to a trainer's step.
-_ROUND_S = 3.0
-_MESSAGES = 10  # to and fro, for each member of a round, at most, in the mean
+_GROUP_S = 1.0  # from the last that joins a round to the last that has its group, at most
+_MESSAGES = 4  # to and fro, for each member of a round, at most, in the mean
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,15 @@ class Walk(World):
         self._hang_s = 2 * self.window_s + 22.0
         self._together = [-1.0, -1.0]  # when all honest peers had committed a round in the same group
         self._orderly = 0  # such rounds after the last fault; without liars, those in which all are awaited
-        self._begun: dict[int, float] = {}  # by round: when the first attempt at it began
+        self._joined: dict[int, float] = {}  # by round: when the last attempt at it began
+        self._grouped: dict[int, float] = {}  # and when the last one had its group
+        self.delays: list[float] = []  # from one to the other, of rounds while nothing was wrong
         self._messages_before = 0
         self._liars = {
             peer.name: Liar(peer.name, sorted(self.peers), self.chance) for peer in self.peers.values() if peer.hostile
         }
         self._lies: Counter[str] = Counter()  # by liar
+        self._stalls: Counter[tuple[str, float | None, str]] = Counter()  # by peer, when its attempt began, and leader
         self._blamed: set[str] = set()
         self._liars_turn = self.chance.random() < 0.5  # to another plan, again and again
         if freezes_only:  # one that does nothing is as good as dead
@@ -144,7 +147,7 @@ class Walk(World):
             else:
                 self.after(max(peer.awake_from - self.now, 0.0) + self._hang_s, check)
 
-        self._begun.setdefault(number, self.now)
+        self._joined[number] = self.now
         self.after(self._hang_s, check)
 
     def on_end(self, peer: Peer, began: float, outcome: Group | RoundError) -> None:
@@ -158,7 +161,9 @@ class Walk(World):
         if isinstance(outcome, RoundError):
             if "no peer that could lead" in str(outcome):
                 peer.failures.clear()
-        elif (peer.name, outcome.id) in self.failed:
+            return
+        self._grouped[outcome.round] = self.now
+        if (peer.name, outcome.id) in self.failed:
             self._problem(f"{peer.name} enters a group of round {outcome.round} again, which has failed")
 
     def on_failure(self, peer: Peer, group: Group) -> None:
@@ -180,8 +185,17 @@ class Walk(World):
                 if self._is_steady and not self.peers[name].hostile:
                     self._problem(f"{peer.name} blames {name}: {error}")
             case Stall(name):
+                self._stalls[peer.name, peer.began, name] += 1
+                if self._stalls[peer.name, peer.began, name] > 1:
+                    self._problem(f"{peer.name} says twice in one attempt that {name} does not lead")
                 if self._is_steady and not self._liars and self.longest_step_s < self.window_s:
                     self._problem(f"{peer.name} says that {name} does not lead")
+
+    def on_disturbance(self, victim: Peer, liar: Peer, asked: Poll | Call, refused: bool) -> None:
+        """See World."""
+        trusts = isinstance(asked, Call) and liar.name in self.view(victim).electorate()
+        if asked.round > victim.target + 1 and not trusts and not refused:
+            self._problem(f"{victim.name} accepts {asked}, although it is at round {victim.target}")
 
     def on_doubt(self, peer: Peer, doubted: list[str]) -> None:
         """See World."""
@@ -220,11 +234,9 @@ class Walk(World):
         """Checks what a round has cost, in which all were."""
         messages, self._messages_before = self.messages - self._messages_before, self.messages
         if self._is_orderly:
-            # Two seconds of these are the exchange's, as long as others may still be in the one before.
-            began = max(self._begun[number], self._together[-1])
-            took_s = self.now - began - 4.0 - max(peer.step_s for peer in self.honest)
-            if took_s > _ROUND_S:
-                self._problem(f"round {number} took {took_s:.1f} s more than steps and exchanges")
+            self.delays.append(self._grouped[number] - self._joined[number])
+            if self.delays[-1] > _GROUP_S:
+                self._problem(f"the group of round {number} took {self.delays[-1]:.1f} s after all had joined")
             if messages > 2 * _MESSAGES * len(self.honest):
                 self._problem(f"round {number} took {messages} messages")
 

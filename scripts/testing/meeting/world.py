@@ -135,6 +135,9 @@ class World:
     def on_output(self, peer: Peer, output: Ahead | Fault | Stall) -> None:
         """A machine reports something about others."""
 
+    def on_disturbance(self, victim: Peer, liar: Peer, asked: Poll | Call, refused: bool) -> None:
+        """A liar has called or polled a peer, which has refused that or has not."""
+
     def on_doubt(self, peer: Peer, doubted: list[str]) -> None:
         """Most members of a group that a peer has committed doubt these."""
 
@@ -204,7 +207,7 @@ class World:
     def carry_out(self, peer: Peer) -> None:
         """Does what a peer's machine wants done."""
         machine = peer.machine
-        outputs, decisions = machine.drain()
+        outputs, decisions = machine.advance()
         for decision in decisions:
             self.note(peer, decision)
         for output in outputs:
@@ -253,7 +256,7 @@ class World:
     def _tick(self, peer: Peer, life: int) -> None:
         def tick() -> None:
             peer.ticks = False
-            self.input(peer).tick()
+            self.input(peer)
             self.carry_out(peer)
 
         if peer.life == life:
@@ -357,7 +360,7 @@ class World:
         peer.reputation.without_duty = dict.fromkeys(doubted, group.round)
         self.on_doubt(peer, doubted)
         peer.target, peer.reference = group.round + 1, int.from_bytes(group.id[:6])
-        self.input(peer).tick()
+        self.input(peer)
         self.carry_out(peer)
         self._begin(peer, self.chance.uniform(0.8, 1.2) * peer.training_s)
 
@@ -441,7 +444,7 @@ class World:
         """A liar calls or polls a peer; it does not care for the answer."""
 
         def arrive() -> None:
-            machine = self.input(victim)
+            machine, refused = self.input(victim), False
             try:
                 if isinstance(asked, Call):
                     machine.called(liar.name, asked.round)
@@ -450,7 +453,8 @@ class World:
                     self._replies[victim.name, key] = lambda answer: None
                     machine.polled(key, liar.name, asked.round, asked.sealed)
             except ProtocolError:
-                pass
+                refused = True
+            self.on_disturbance(victim, liar, asked, refused)
             self.carry_out(victim)
 
         if self.reach(liar, victim):

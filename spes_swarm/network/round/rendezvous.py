@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -22,6 +23,7 @@ from spes_swarm.protocol.meeting.outputs import Ahead, Answer, Call, Called, Fau
 from spes_swarm.protocol.meeting.view import View
 from spes_swarm.protocol.rounds.statement import Group, Statement, Vet, form_group, open_statement, seal_statement
 
+_IDLE_TICKS = round(1.0 / TICK_S)
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -115,7 +117,7 @@ class Rendezvous:
             self._carry_out()
 
     def _carry_out(self) -> None:
-        outputs, decisions = self.machine.drain()
+        outputs, decisions = self.machine.advance()
         for decision in decisions:
             _LOGGER.debug(decision)
         for output in outputs:
@@ -152,11 +154,14 @@ class Rendezvous:
         task.add_done_callback(self._tasks.discard)
 
     async def _tick(self) -> None:
-        while True:  # also while nobody waits: the machine notices if this process did not run
+        for tick in itertools.count():
             await asyncio.sleep(TICK_S)
+            # Once a second also while nobody waits: the machine notices if this process did not run.
+            if not self.machine.busy and tick % _IDLE_TICKS:
+                continue
             try:
-                with self._input() as machine:
-                    machine.tick()
+                with self._input():
+                    pass
             except Exception:
                 _LOGGER.exception("the rendezvous has failed")  # the next tick goes on with it
 

@@ -62,6 +62,16 @@ class Leading:
         view, followers = self._state.view, gathering.present(self._state.now).keys() - {self._state.view.me}
         return gathering.redirect is None and not view.defers and view.are_majority(followers)
 
+    def redirect(self, number: int) -> str | None:
+        """The better leader to which this peer sends others. A gathering ends if that one has failed here, or left."""
+        gathering, known, view = self.gatherings.get(number), self._state.known(number), self._state.view
+        if gathering is None or (leader := gathering.redirect) is None:
+            return None
+        if leader in known.failed() or not view.may_lead(leader):
+            self.drop(number, f"{leader}, to whom it sends others, has failed or left")
+            return None
+        return leader
+
     def drop(self, number: int, why: str) -> None:
         """Ends a gathering."""
         del self.gatherings[number]
@@ -78,7 +88,7 @@ class Leading:
         for number, gathering in list(self.gatherings.items()):
             if number < self._state.view.target and not self._state.leader_in(number):
                 self.drop(number, "it is over")
-            elif gathering.redirect is None and self._state.closed_in(number) is None:
+            elif self.redirect(number) is None and number in self.gatherings and self._state.closed_in(number) is None:
                 # One follower that is early would otherwise have this peer tell the others that it is at that round.
                 if number <= self._state.view.target or gathering.opened is not None:
                     self._call(number, gathering)
@@ -115,7 +125,7 @@ class Leading:
         except ProtocolError as exc:
             self._state.outputs.append(Fault(call.peer, exc))
         calling.failures += 1
-        if calling.failures == 2:
+        if calling.failures >= 2:
             self._lose(call.round, gathering, call.peer, "does not answer")
 
     def _let_in(self, poll: _Pending) -> None:
@@ -217,7 +227,6 @@ class Leading:
             failed = leader in state.known(number).failed()
             has_most = view.are_majority(gathering.present(state.now))  # or one liar could send it to and fro
             if leads and not failed and (together or (view.is_better(leader, number) and not has_most)):
-                state.known(number).return_to(leader)
                 gathering.redirect = leader
                 why = "most follow it" if together else f"{peer} follows it, and it ranks better"
                 state.say(number, f"sends others to {leader}: {why}")
@@ -227,7 +236,6 @@ class Leading:
     def _lose(self, number: int, gathering: Gathering, peer: str, why: str) -> None:
         gathering.lost.add(peer)
         gathering.reported.pop(peer, None)
-        gathering.calls.pop(peer, None)
         self._state.say(number, f"does not wait for {peer}: it {why}")
 
     def _answer_to(self, poll: _Pending) -> Answer | None:
@@ -239,6 +247,8 @@ class Leading:
             if leader := state.leader_in(poll.round):
                 return {"leader": leader, "defers": defers}
             return {"early": True, "defers": defers} if late or defers else None
+        if self.gatherings.get(poll.round) is not poll.gathering:
+            return {}
         if poll.gathering.redirect is not None:
             return {"leader": poll.gathering.redirect}
-        return {} if late or self.gatherings.get(poll.round) is not poll.gathering else None
+        return {} if late else None

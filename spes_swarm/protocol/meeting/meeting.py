@@ -41,7 +41,10 @@ _MINORITY_S = 2 * POLL_S
 
 
 class Meeting:
-    """The machine of one run. Before each input, `at` gives it the time and what this peer knows then."""
+    """The machine of one run.
+
+    Before each input, `at` gives it the time and what this peer knows then; after it, `advance` what follows.
+    """
 
     def __init__(
         self,
@@ -57,13 +60,13 @@ class Meeting:
         """
         self._state = State(window_s, exchange_s, form, leaves_out)
         self._leading = Leading(self._state)
-        self._ahead: dict[str, int] = {}  # by live peer: the newest round beyond the next one that it calls for
+        self._ahead: dict[str, int] = {}  # by peer: the newest round beyond the next one that it calls for
 
     # What it does.
 
     @property
     def busy(self) -> bool:
-        """True while it needs a tick each TICK_S; otherwise, one each second will do."""
+        """True while it is to advance each TICK_S; otherwise, each second will do."""
         return self._leading.busy or self.joining
 
     @property
@@ -81,8 +84,12 @@ class Meeting:
         """Who led this peer to its newest group."""
         return self._state.leader
 
-    def drain(self) -> tuple[list[Output], list[str]]:
-        """What is to be done since this was asked last, and the reasons of decisions, one sentence each."""
+    def advance(self) -> tuple[list[Output], list[str]]:
+        """Inputs have come, or TICK_S has passed: returns what is to be done, and why, one sentence a decision."""
+        self._advance_attempt()
+        self._leading.step()
+        self._advance_attempt()  # a group may have been closed
+        self._leading.answer()
         state = self._state
         outputs, decisions, state.outputs, state.decisions = state.outputs, state.decisions, [], []
         return outputs, decisions
@@ -108,19 +115,11 @@ class Meeting:
         self._state.now, self._state.view = max(now, self._state.now), view
         return self
 
-    def tick(self) -> None:
-        """Time has passed."""
-        self._advance()
-        self._leading.step()
-        self._advance()  # a group may have been closed
-        self._leading.answer()
-
     def join(self, sealed: bytes, statement: Statement) -> None:
         """This peer wants to be in the group of a round, with this statement."""
         state = self._state
         state.memory = state.known(statement.round)
         state.attempt = Attempt(statement, sealed, state.now, state.now + 2 * state.window_s + 20.0)
-        self.tick()
 
     def leave(self) -> None:
         """Ends this peer's attempt, whatever has become of it."""
@@ -128,7 +127,6 @@ class Meeting:
             self._state.attempt = None
             for number in [number for number in self._leading.gatherings if number <= attempt.round]:
                 self._leading.drop(number, "this peer's attempt has ended")
-            self.tick()
 
     def polled(self, key: int, peer: str, round_number: int, sealed: bytes) -> None:
         """A peer submits its statement, or polls again; `Reply` with this key follows.
@@ -142,7 +140,6 @@ class Meeting:
         if round_number > view.target and peer in view.electorate():
             self._note_ahead(peer, round_number)
         self._leading.enqueue(key, peer, round_number, sealed)
-        self.tick()
 
     def called(self, peer: str, round_number: int) -> Answer:
         """A leader calls this peer to a round. Returns the answer.
@@ -163,7 +160,6 @@ class Meeting:
         if not is_stranger:
             self._reinstate(peer, round_number)
             state.outputs.append(Called(round_number))
-        self.tick()
         if leader := state.leader_in(round_number):
             # Older peers of protocol 6 go by `relieved`, newer ones by what most others follow.
             return {"leader": leader, "relieved": peer in state.view.without_duty}
@@ -180,12 +176,10 @@ class Meeting:
                 self._hear(attempt, poll, answer)
         elif attempt is not None and attempt.round == poll.round and answer is not None:
             self._adopts(answer, poll)  # a leader that it has turned away from may have closed a group with it
-        self.tick()
 
     def call_answered(self, call: Call, answer: Answer | ProtocolError | None) -> None:
         """The same of a missing peer that was called."""
         self._leading.call_answered(call, answer)
-        self.tick()
 
     def spend(self, group: Group) -> None:
         """The exchange of a group has failed here."""
@@ -194,27 +188,23 @@ class Meeting:
     def reset(self) -> None:
         """Forgets groups and claims, since this peer has adopted the reference of others, at whatever round."""
         number = self._state.attempt.round if self._state.attempt is not None else 0
-        self._state.closed, self._state.memory = None, Memory(number, LeaderTimeouts(self._state.window_s))
-        self._ahead.clear()
+        memory = Memory(number, LeaderTimeouts(self._state.window_s))
+        self._state.closed, self._state.memory, self._ahead = None, memory, {}
         for number in list(self._leading.gatherings):
             self._leading.drop(number, "the reference is another one")
-        self.tick()
 
     # This peer's attempt.
 
-    def _advance(self) -> None:
+    def _advance_attempt(self) -> None:
         state, attempt = self._state, self._state.attempt
         if attempt is None or attempt.outcome is not None:
             return
         number, me = attempt.round, state.view.me
-        gathering = self._leading.gatherings.get(number)
         if not attempt.leader and not self._choose_leader(attempt):
             return
-        if attempt.leader == me and gathering is not None and (better := gathering.redirect) is not None:
-            if better not in state.memory.failed() and state.view.may_lead(better):
-                self._turn_to(attempt, better)
-            else:
-                self._leading.drop(number, f"{better} failed, or has left")
+        better, gathering = self._leading.redirect(number), self._leading.gatherings.get(number)
+        if attempt.leader == me and better is not None:
+            self._turn_to(attempt, better)
         elif attempt.leader != me and gathering is not None and self._leading.is_followed_by_most(gathering):
             state.say(number, f"leads instead of following {attempt.leader}: most others follow this peer")
             self._turn_to(attempt, me)
@@ -258,6 +248,7 @@ class Meeting:
 
     def _turn_to(self, attempt: Attempt, leader: str, redirects: int = 0) -> None:
         now, known = self._state.now, self._state.memory
+        known.return_to(leader)
         attempt.leader, attempt.redirects, attempt.poll, attempt.poll_at = leader, redirects, None, now
         attempt.offered = None
         if leader != self._state.view.me:
@@ -266,9 +257,6 @@ class Meeting:
     def _pass_over(self, attempt: Attempt, why: str, what: Fate = Fate.FAILED) -> None:
         self._state.say(attempt.round, f"passes over {attempt.leader}: it {why}")
         self._state.memory.note(attempt.leader, what)
-        gathering = self._leading.gatherings.get(attempt.round)
-        if gathering is not None and gathering.redirect == attempt.leader:
-            self._leading.drop(attempt.round, "it sends others there")
         attempt.leader, attempt.poll, attempt.offered = "", None, None
 
     def _adopts(self, answer: Answer | ProtocolError, poll: Poll) -> bool:
@@ -310,7 +298,6 @@ class Meeting:
                 state.outputs.append(Stall(leader, number))
             self._pass_over(attempt, "did not close the group in time", Fate.LATE)
         elif isinstance(redirect, str) and redirect not in known.failed() | {leader} and state.view.may_lead(redirect):
-            known.return_to(redirect)
             state.say(number, f"follows {redirect}: {leader} does")
             self._turn_to(attempt, redirect, attempt.redirects + 1)
 
@@ -391,7 +378,6 @@ class Meeting:
     def _note_ahead(self, peer: str, number: int) -> None:
         """Notes a call for the round after the next one; see the top of this file."""
         view = self._state.view
-        self._ahead = {other: claimed for other, claimed in self._ahead.items() if other in view.electorate()}
         self._ahead[peer] = number
         if view.move_median(other for other, claimed in self._ahead.items() if claimed >= number):
             self._state.outputs.append(Ahead(number))

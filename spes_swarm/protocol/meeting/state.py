@@ -1,4 +1,4 @@
-"""What one peer knows of a round: whom it follows, what became of leaders, and which group is closed."""
+"""What the parts of the machine share: whom this peer follows, what became of leaders, and which group is closed."""
 
 from __future__ import annotations
 
