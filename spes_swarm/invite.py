@@ -29,7 +29,7 @@ from spes_swarm.base.strict import read_section
 from spes_swarm.base.wording import plural, two_columns
 from spes_swarm.config.command_line import command_parser
 from spes_swarm.config.data import DataConfig
-from spes_swarm.config.join_command import interpreter, join_command
+from spes_swarm.config.join_command import interpreter, join_command, join_note
 from spes_swarm.config.manifest import RawManifest
 from spes_swarm.protocol.admission.acts import Allow, Pardon, Revoke, Target, Use, allow, revoke
 from spes_swarm.protocol.admission.grants import Chain, Grant, extend, read_invitation
@@ -173,6 +173,8 @@ class _Office:
         data = read_section(DataConfig, self._manifest.run.get("data", {}), "", "run.data")
         command = join_command(run_id, data, self._address(), interpreter())
         yield f"  {command} --invitation {invitation.to_text()}"
+        if (note := join_note(data)) is not None:
+            yield note
 
     def _address(self) -> str:
         """Returns an address of this peer as of its last session, else of another one that it knows."""

@@ -67,7 +67,10 @@ def _run(arguments: list[str] | None, signals: StopSignals) -> int:
             session = _prepare(options, placement, signals)
         session.run()
     except LeftEarlyError:
-        return signals.early_code if signals.requested.is_set() else 0
+        if not signals.requested.is_set():
+            return 0
+        print("stopped before this peer had joined", flush=True)
+        return signals.early_code
     except (NetworkProcessError, RankError) as exc:
         print(f"join: {exc}; restart with the same --output-dir to resume from the last checkpoint", file=sys.stderr)
         return 1

@@ -63,7 +63,7 @@ class ExpertsWanted:
 
     def _within(self, num_experts: int) -> Self:
         if self.named is None and (self.number or 0) > num_experts:
-            expected = f"{one_to(num_experts, 'expert')} (for expert {self.number}: '{self.number},')"
+            expected = one_to(num_experts, "expert")
         elif self.named is not None and self.named[-1] >= num_experts:
             expected = (
                 f"experts from 0 to {num_experts - 1}" if num_experts > 1 else "expert 0 (the model has no other)"

@@ -20,6 +20,7 @@ from spes_swarm.base.wording import loss_with_error, plural, ranges
 from spes_swarm.metrics import events
 from spes_swarm.peer.output import lasting
 from spes_swarm.port.messages import SwarmView
+from spes_swarm.protocol.consensus.lineage import BRANCH
 from spes_swarm.protocol.members.twin import TWIN
 from spes_swarm.protocol.rounds.track_record import STANDSTILL
 from spes_swarm.training.setup import TrainingStatus
@@ -147,7 +148,7 @@ def _short_ids(peers: Sequence[str]) -> str:
 
 def said_fault(fault: events.Fault) -> str | None:
     """Formats a fault that is printed when it happens: an alarm, or a lie that excludes a peer; None for others."""
-    if fault.kind in (TWIN, STANDSTILL):
+    if fault.kind in (TWIN, STANDSTILL, BRANCH):
         return fault.detail
     return f"peer {fault.peer}: {fault.detail}" if fault.kind == "proven" else None
 

@@ -30,7 +30,7 @@ from spes_swarm.base.errors import LeftEarlyError
 _STUCK_S = 5.0  # until a signal that has not been handled ends the process
 _POLL_S = 0.1
 _HANDLED = 0  # no signal has this number
-STOPPED = "stopped immediately; only the last checkpoint is kept"
+STOPPED = "stopped immediately; what is kept is the last checkpoint, if there is one"
 
 
 class _Interrupted(KeyboardInterrupt):

@@ -30,6 +30,7 @@ _WEIGHTS, _TOKENIZER = "initial_weights", "tokenizer.msgpack"
 _ACTS, _INVITATION, _PROOFS = "acts.txt", "invitation", "proofs"
 # What a session creates before the directory belongs to a run.
 _MADE = {".lock", "checkpoints", "identity.key", "metrics.jsonl", log.NAME, _TOKENIZER, _PORT, _WEIGHTS, _ACTS}
+_ANOTHER = "give this peer another --output-dir"
 _LOCK_TIMEOUT_S, _POLL_S = 5.0, 0.05
 _LEAST_FREE_BYTES = 32 << 10  # what a start writes before the run is known
 
@@ -252,11 +253,12 @@ class RunDirectory:
         """
         existing = existing_parent(self.path)
         if not existing.is_dir():
-            raise UserError(f"output directory {self.path}: {os.strerror(errno.ENOTDIR)}")
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise UserError(f"output directory {self.path}: {os.strerror(errno.EACCES)}")
+            raise UserError(f"output directory {self.path}: {os.strerror(errno.ENOTDIR)}; {_ANOTHER}")
         with os_errors_as(UserError, f"output directory {self.path}"):
             status = os.statvfs(existing)
+        if not os.access(existing, os.W_OK | os.X_OK):
+            problem = errno.EROFS if status.f_flag & os.ST_RDONLY else errno.EACCES
+            raise UserError(f"output directory {self.path}: {os.strerror(problem)}; {_ANOTHER}")
         if status.f_blocks and status.f_bavail * status.f_frsize < _LEAST_FREE_BYTES:
             raise UserError(f"output directory {self.path}: {self._full_disk()}")
         if self._lock.exists():
@@ -275,7 +277,7 @@ class RunDirectory:
         return self.path / ".lock"
 
     def _take_lock(self, timeout_s: float = 0.0) -> int:
-        return lock_file(self._lock, f"output directory {self.path}", "give this peer another --output-dir", timeout_s)
+        return lock_file(self._lock, f"output directory {self.path}", _ANOTHER, timeout_s)
 
     def prepare(self) -> int:
         """Creates the directory and locks it for this process; returns the lock's file descriptor.
@@ -293,8 +295,8 @@ class RunDirectory:
         """Creates the directory, and locks it as `prepare` does, for the duration of a session.
 
         A session that is refused or stopped before it has joined a run leaves nothing that it has created, an
-        `identity` file in another directory included. If a private run refuses it, the identity stays: the peer may be
-        admitted by its id.
+        `identity` file in another directory included. But the identity stays once it has been shown to a private run:
+        with an invitation for one peer, or since the peer may be admitted by its id.
 
         Raises:
             UserError: as `prepare`.
@@ -307,7 +309,8 @@ class RunDirectory:
             yield
         except (UserError, LeftEarlyError) as exc:
             if not (self.path / _MANIFEST).exists():
-                _remove([path for path in made if path != identity or not isinstance(exc, InvitationError)], created)
+                shown = isinstance(exc, InvitationError) or self.known_invitation() is not None
+                _remove([path for path in made if path != identity or not shown], created)
             raise
         finally:
             os.close(lock)

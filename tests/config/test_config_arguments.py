@@ -68,7 +68,7 @@ def test_experts_are_parsed(text: str, expected: tuple[int | None, tuple[int, ..
         ("٣", "expected auto"),
         ("²", "expected auto"),
         ("0", "expected at least 1 expert (for expert 0: '0,')"),
-        ("4097", "expected 1 to 4,096 experts (for expert 4097: '4097,')"),  # known before the run is
+        ("4097", "expected 1 to 4,096 experts"),  # known before the run is
         ("4096,", "expected experts from 0 to 4095"),
         ("9", "expected 1 to 8 experts"),
         ("9" * 5000, "expected auto"),
@@ -85,7 +85,7 @@ def test_experts_that_cannot_be_meant(text: str, message: str) -> None:
 
 
 def test_a_model_with_a_single_expert_is_spoken_of_in_the_singular() -> None:
-    for text, expected in (("2", "expected 1 expert (for expert 2: '2,')"), ("1,", "expected expert 0 (the model")):
+    for text, expected in (("2", "expected 1 expert"), ("1,", "expected expert 0 (the model")):
         with pytest.raises(ConfigError, match=re.escape(expected)):
             wanted_of(text, 1)
 

@@ -36,6 +36,19 @@ def test_who_missed_rounds_is_late(before: list[int], missed: list[int]) -> None
     assert swarm.leads_to(late) == (not missed)
 
 
+@given(histories, st.lists(st.integers(1, 3), max_size=20), st.lists(st.integers(1, 3), min_size=1, max_size=20))
+def test_what_one_side_loses_begins_after_the_last_common_round(
+    before: list[int], ours: list[int], theirs: list[int]
+) -> None:
+    common = commit(Lineage({}), before)
+    mine, swarm = commit(common, ours, "A"), commit(common, theirs, "B")
+    lost = mine.lost_in(swarm)
+    if ours and mine.head[0] < min(swarm.head[0], 32):  # no commit of either is thinned out
+        assert lost == (max(common.head[0], 0) + ours[0], mine.head[0])
+    elif not ours:
+        assert lost is None
+
+
 @given(histories, st.lists(st.integers(1, 3), min_size=1, max_size=20), st.lists(st.integers(1, 3), min_size=1))
 def test_two_sides_of_a_partition_are_not_late(before: list[int], ours: list[int], theirs: list[int]) -> None:
     common = commit(Lineage({}), before)

@@ -92,6 +92,11 @@ def test_a_stranger_gets_nothing_and_a_delegate_invites_while_the_founder_is_awa
 
         assert founder.terminate() == 0
         eve_word = word_in(invite(dora, "--for", "eve", "--experts", "1"))
+        # A mistake does not use the invitation up.
+        (tmp_path / "texts").mkdir()
+        (tmp_path / "texts" / "a.txt").write_text("other data " * 100, encoding="utf-8")
+        wrong = running.join("--invitation", eve_word, "--data", tmp_path / "texts", name="eve", via=dora)
+        assert "--data-differs" in refused(wrong)
         eve = running.join("--invitation", eve_word, "--experts", 3, name="eve", via=dora)
         eve.wait_for_text("the invitation allows at most 1 expert")
         together = joint_round([friend, dora, eve], max(dora.rounds()))

@@ -83,6 +83,28 @@ def test_the_whole_swarm_can_die_and_go_on_from_disk(tmp_path: Path) -> None:
             assert after[peer_id] >= before[peer_id] + common
 
 
+def test_who_went_on_alone_is_told_that_the_others_have_gone_on_without_it(tmp_path: Path) -> None:
+    """The founder is killed and comes back from its older checkpoint, when the other one is away."""
+    with swarm(tmp_path) as running:
+        founder, other = running.start_all(2)
+        other.wait_for_round(2)
+        kill(founder)
+        resumed = newest_checkpoint(founder)
+        other.wait_for_round(resumed + 2)
+        assert other.terminate() == 0
+        last = max(other.rounds())
+        again = running.start(founder.output_dir.name)
+        again.wait_for_round(last + 1)
+        late = running.start(other.output_dir.name, "--initial-peers", again.address())
+        fault = late.wait_for("fault", lambda event: event["kind"] == "branch")
+        assert f"to {last} of this peer are not in the run" in fault["detail"]
+        late.wait_for_text("of this peer are not in the run")
+        together = late.wait_for_round(last)["round"] + 1
+        for peer in (again, late):
+            peer.wait_for_round(together)
+        equal_digests([again, late], together)
+
+
 def test_a_peer_that_slept_for_many_rounds_fetches_the_reference_and_goes_on(tmp_path: Path) -> None:
     with swarm(tmp_path, round={"inner_steps": 2}) as running:
         *others, sleeper = running.start_all(3)

@@ -27,6 +27,7 @@ from spes_swarm.network.transfer.transfer import Transfer
 from spes_swarm.port.commands import Listener
 from spes_swarm.port.messages import RoundReport
 from spes_swarm.protocol.consensus.codec import get_codec
+from spes_swarm.protocol.consensus.lineage import BRANCH, Lineage
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
 from spes_swarm.protocol.rounds.outcome import Bounds, CommitReport
 from spes_swarm.protocol.rounds.own_statement import Work, difference_rms, make_statement
@@ -175,7 +176,11 @@ class SyncRounds:
             self.listener.on_round_over()
         self._note_members(group, state, absent)
         self.audits.begin(state)
-        run.lineage = common_lineage(group.members).after(group.round, group.id)
+        lineage = common_lineage(group.members)
+        if (lost := run.replaced_lineage.lost_in(lineage)) is not None:
+            what = f"rounds {lost[0]} to {lost[1]} of this peer are not in the run: the others went on without them"
+            self.exchange.on_fault(run.identity.peer_id, ProtocolError(BRANCH, what))
+        run.lineage, run.replaced_lineage = lineage.after(group.round, group.id), Lineage({})
         return commit
 
     def _note_failure(self, group: Group, state: RoundState) -> None:

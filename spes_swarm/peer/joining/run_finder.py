@@ -167,7 +167,11 @@ class RunFinder:
         return self._expected(manifest)
 
     def _ask_for_manifest(self, expected: str | None, timeout_s: float) -> Manifest:
-        shown = b"" if self._invitation is None else self._invitation.admit(self._context.identity.peer_id)
+        shown = b""
+        if self._invitation is not None:
+            shown = self._invitation.admit(self._context.identity.peer_id)
+            # From now on it may be this peer's alone, so another attempt needs the same identity.
+            self._directory.remember_invitation(self._invitation.to_text())
         wait_s = COMMAND_TIMEOUT_S + max(0.0, timeout_s)
         return self._context.ask(
             Commands.fetch_manifest,
@@ -221,7 +225,10 @@ class RunFinder:
             )
         except BootstrapError:
             if not self._peer.client_mode:
-                self._console.say("no peer of the last session answers: this peer starts alone, and others can join it")
+                self._console.say(
+                    "no peer of the last session answers: this peer starts alone, and others can join it; if one of "
+                    "them has gone further, its later rounds will not count"
+                )
             return []
         with suppress(BootstrapError, ManifestError):  # whatever they answer, unless it is that the swarm has upgraded
             self._ask_for_manifest(None, 0.0)

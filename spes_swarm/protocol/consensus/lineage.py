@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MARK_BYTES = 8
+BRANCH = "branch"  # the kind of the fault of a peer whose rounds are not in the run
 _KEPT_PER_LEVEL = 32
 _LEVELS = 5
 MAX_COMMITS = _KEPT_PER_LEVEL * _LEVELS
@@ -54,6 +55,16 @@ class Lineage:
             kept.update((number, marks[number]) for number in level)
             step *= _KEPT_PER_LEVEL
         return Lineage(kept)
+
+    def lost_in(self, other: Lineage) -> tuple[int, int] | None:
+        """Returns the first and the last round of this lineage after which `other` went another way; None: it did not.
+
+        Kept commits become rarer with age, so the first may be a later one than was really the first.
+        """
+        if self.leads_to(other):
+            return None
+        common = max((number for number, mark in self.marks.items() if other.marks.get(number) == mark), default=-1)
+        return min(number for number in self.marks if number > common), self.head[0]
 
     def leads_to(self, other: Lineage) -> bool:
         """Returns True if `other` continues or equals this lineage: a peer with this one is late, not partitioned.

@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 from spes_swarm.base.errors import ProtocolError, UserError
 
+_NEW_ONE = "move it away to get a new one (a private run then has to invite this peer again)"
 _KEY_BITS = 2048
 _MAX_KEY_BITS = 4096
 # The only public exponent accepted. With one as long as the modulus, a signature takes 56 times as long to verify. If
@@ -102,11 +103,11 @@ class Identity:
         try:
             key = serialization.load_der_private_key(_key_in(data), password=None)
         except Exception as exc:  # cryptography raises many types here; all mean the same to the user
-            raise UserError(f"identity file {path} is not a libp2p RSA key; move it away to get a new one") from exc
+            raise UserError(f"identity file {path} is not a libp2p RSA key; {_NEW_ONE}") from exc
         if not isinstance(key, rsa.RSAPrivateKey):
-            raise UserError(f"identity file {path} holds a key that is not RSA; move it away to get a new one")
+            raise UserError(f"identity file {path} holds a key that is not RSA; {_NEW_ONE}")
         if (fault := _fault_of(key.public_key())) is not None:
-            raise UserError(f"identity file {path}: {fault}; move it away to get a new one")
+            raise UserError(f"identity file {path}: {fault}; {_NEW_ONE}")
         return cls(private_key=key, path=path)
 
     @cached_property
