@@ -5,6 +5,19 @@ the export of its model (`export_model`), and the errors that these raise. (The 
 the command `spes_swarm.export` is a module of that name.)
 
 `import spes_swarm` is quick. torch, transformers and hivemind are imported with the first name that needs them.
+
+Where to look first:
+
+- how a peer joins, step by step: `peer/joining/join.py`; its loop: `training/trainer.py`
+- the states of a round at a peer: `training/rounds/life.py`; its phases: `network/round/sync_round.py`
+- how the group of a round forms: `protocol/meeting/meeting.py`
+- who averages what: `protocol/rounds/plan.py`; what a member does with it: `protocol/rounds/round_state.py`
+- who trains which expert: `protocol/ownership/reassignment.py`
+- settings and flags: `config/run.py` of the swarm, `config/peer.py` of a peer
+- events of metrics.jsonl: `metrics/events.py`; metrics: `protocol/members/round_metrics.py`
+- hivemind: `network/transport` alone
+
+docs/architecture.md is a tour, and has a glossary.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A recurring event."""
+"""An event that recurs: each time, it wakes the tasks that wait for the next one."""
 
 from __future__ import annotations
 

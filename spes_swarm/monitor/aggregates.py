@@ -1,4 +1,4 @@
-"""Records of a round while its peers report it, and what one monitor hands over to the next."""
+"""The figures of a round: medians and sums of what its peers claim, within bounds; and those of earlier rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The outputs of a peer, which outlives them: a terminal is closed, a pipe's reader ends, a disk is full."""
+"""Keeps a peer running when nobody takes its output: a terminal is closed, a pipe's reader ends, a disk is full."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from spes_swarm.protocol.rounds.outcome import CommitReport
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundLosses(RoundMetrics):
+class MeasuredRound(RoundMetrics):
     """What this peer knows of a committed round."""
 
     round: int
@@ -41,7 +41,7 @@ class Presence:
     loss: float | None
     experts: tuple[int, ...]
     total_tokens: int = 0  # tokens that this peer has trained on in the run
-    losses: RoundLosses | None = None  # of its last round
+    losses: MeasuredRound | None = None  # of its last round
     data: tuple[int, ...] = ()  # its position in each data set that the peers divide; see data/streaming/pieces.py
     routing: RoutingReport = NOTHING_REPORTED
 

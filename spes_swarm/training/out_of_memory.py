@@ -37,7 +37,7 @@ def as_user_error(when: str) -> Iterator[None]:
         raise CapacityError(f"out of memory {when}: {reason}; {advice}") from exc
 
 
-class StepMemory:
+class StepFailures:
     """Ends training, as if the user had asked for it, when a step does not fit into memory or lacks data or a rank.
 
     The last round and the checkpoint take less memory than a step. The weights are those before the step, or partly

@@ -1,4 +1,4 @@
-"""The parts that a trainer is made of, and the status that it reports to the panel.
+"""What a trainer gets: model and device (`Compute`), checkpoints (`Saving`), and where it reports (`Reporter`).
 
 Shape: N elements of the flat vector.
 """

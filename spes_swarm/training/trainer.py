@@ -30,7 +30,7 @@ from spes_swarm.training.health.held_out import HeldOutText
 from spes_swarm.training.learner import Learner
 from spes_swarm.training.local_step import LocalSteps
 from spes_swarm.training.local_work import finite_or_none
-from spes_swarm.training.out_of_memory import StepMemory
+from spes_swarm.training.out_of_memory import StepFailures
 from spes_swarm.training.profiling import start_profiler
 from spes_swarm.training.rounds.commits import Commits
 from spes_swarm.training.rounds.event import RoundEvents
@@ -111,7 +111,7 @@ class Trainer:
         self._nickname = nickname
         trace = saving.checkpoints.with_name("trace.json.gz")
         self._profiler = start_profiler(profile_steps, device, trace, reporter.say)
-        self._step_memory = StepMemory(f"on {device} in a step", reporter.warn, stop.set)
+        self._step_memory = StepFailures(f"on {device} in a step", reporter.warn, stop.set)
 
     def load_reference(self, table: ReferenceTable) -> None:
         """Starts from the reference, as a newcomer."""

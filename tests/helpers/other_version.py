@@ -79,8 +79,8 @@ def main(arguments: list[str]) -> int:
     if name == "join":
         from spes_swarm.training.rounds import commits
 
-        measure: Any = commits.RoundLosses  # type: ignore[attr-defined]
-        setattr(commits, "RoundLosses", partial(measure, grad_norm=0.5))  # noqa: B010 - mypy: it is a class
+        measure: Any = commits.MeasuredRound  # type: ignore[attr-defined]
+        setattr(commits, "MeasuredRound", partial(measure, grad_norm=0.5))  # noqa: B010 - mypy: it is a class
         from tests.helpers.slow_join import sleeping_main
 
         return sleeping_main(SLOW_S, rest)

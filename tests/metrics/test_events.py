@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 from scripts.events_reference import PAGE, SCHEMA, all_events, build_page, build_schema, check
 from spes_swarm.config.data import DataConfig
 from spes_swarm.metrics import events
-from spes_swarm.port.messages import CaughtUp, RoundLosses, RoundReport
+from spes_swarm.port.messages import CaughtUp, MeasuredRound, RoundReport
 from spes_swarm.protocol.members.round_metrics import Of, PeerMetrics, RoundMetrics, metrics_of
 from spes_swarm.storage.metrics_file import Metrics
 from tests.helpers.events import check_events, round_event, step_event
@@ -98,7 +98,7 @@ def test_a_metric_that_peers_report_has_a_meaning_and_a_unit(carrier: type) -> N
 
 def test_what_the_trainer_and_the_data_fill_in_by_name_is_declared() -> None:
     """mypy cannot check these calls: their arguments come from other dataclasses."""
-    assert {field.name for field in fields(RoundLosses)} <= {field.name for field in fields(events.Round)}
+    assert {field.name for field in fields(MeasuredRound)} <= {field.name for field in fields(events.Round)}
     filled = {field.name for field in fields(DataConfig)} | {"shards", "shards_total", "differs"}
     assert {field.name for field in fields(events.Data)} == filled
 

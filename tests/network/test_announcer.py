@@ -12,7 +12,7 @@ from spes_swarm.config.manifest import found_run
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.link.dht_records import everybody
 from spes_swarm.network.run_state import RunState
-from spes_swarm.port.messages import Presence, RoundLosses
+from spes_swarm.port.messages import MeasuredRound, Presence
 from spes_swarm.protocol.admission.exclusion import Exclusions
 from spes_swarm.protocol.members.records import DutyNote, Lease, Progress, Record, Rounds
 from spes_swarm.protocol.members.routing_report import RoutingReport
@@ -52,7 +52,7 @@ def presence(number: int) -> Presence:
         tokens_per_second=100.0,
         loss=5.0,
         experts=(0,),
-        losses=RoundLosses(round=number, peers=2, train_loss=5.0),
+        losses=MeasuredRound(round=number, peers=2, train_loss=5.0),
     )
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scripts.testing.local_peer import LocalPeer
 from spes_swarm.base.errors import CapacityError, DataError, DataStoppedError
 from spes_swarm.storage.checkpoint import checkpoints_in, read_content
-from spes_swarm.training.out_of_memory import StepMemory, as_user_error, is_out_of_memory
+from spes_swarm.training.out_of_memory import StepFailures, as_user_error, is_out_of_memory
 from tests.helpers.lone_trainer import LoneTrainer, StubSampler, run_config
 from tests.helpers.starved_join import launch_starved
 from tests.helpers.swarm import swarm
@@ -43,7 +43,7 @@ def test_a_step_without_memory_ends_training_and_is_raised_after_leaving() -> No
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     told: list[str] = []
-    memory = StepMemory(
+    memory = StepFailures(
         "on cpu in a step", lambda kind, text: told.append(f"{kind}: {text}"), lambda: told.append("stop")
     )
     memory.raise_if_failed()
@@ -62,7 +62,7 @@ def test_a_parameter_whose_state_was_half_allocated_begins_with_none() -> None:
     optimiser = torch.optim.AdamW([known, new])
     known.grad = torch.ones(2)
     optimiser.step()
-    memory = StepMemory("in a step", lambda kind, text: None, lambda: None)
+    memory = StepFailures("in a step", lambda kind, text: None, lambda: None)
     with memory.guard(optimiser):
         optimiser.state[new]["step"] = torch.tensor(0.0)
         bytearray(TOO_MUCH)

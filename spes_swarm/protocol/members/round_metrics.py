@@ -3,6 +3,8 @@
 The annotations say all that the others need: the JSON schema, the history file, Prometheus, the trackers and the signed
 records (records.py) are derived from them. In records, metrics are *telemetry*: numbers by name, on which no decision
 of a peer depends. Readers ignore names that they do not know, and known ones with impossible values.
+
+The values come from training/rounds/commits.py (of a round) and network/announcer.py (of a peer).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from spes_swarm.config.run import RunConfig
 from spes_swarm.config.schedule import ScheduleEnd
 from spes_swarm.data.batch_source import BatchSource
 from spes_swarm.metrics import events
-from spes_swarm.port.messages import CaughtUp, RoundLosses, RoundReport
+from spes_swarm.port.messages import CaughtUp, MeasuredRound, RoundReport
 from spes_swarm.protocol.ownership.lease_table import ExpertChange
 from spes_swarm.publishing.background import Publishing
 from spes_swarm.training.health.held_out import HeldOutLoss, HeldOutText
@@ -37,7 +37,7 @@ class Commits:
     publishing: Publishing | None
     reporter: Reporter
     done: int = field(default=0, init=False)  # commits of this session, except those that took back another
-    losses: RoundLosses | None = field(default=None, init=False)  # of the last commit
+    losses: MeasuredRound | None = field(default=None, init=False)  # of the last commit
     # The peer's experts went to others with a round that it said to be its last.
     handed_over: bool = field(default=False, init=False)
 
@@ -93,7 +93,7 @@ class Commits:
             self.done += 1
         applied = time.monotonic()
         held_out = None if returned else self._evaluate()  # after a return, peers differ by their own work
-        self.losses = losses = self._losses_of(report, train_loss, held_out)
+        self.losses = losses = self._measured(report, train_loss, held_out)
         event = events.Round(
             group_seconds=report.group_seconds,
             exchange_seconds=report.exchange_seconds,
@@ -114,9 +114,9 @@ class Commits:
         if self.publishing is not None:
             self.publishing.consider(commit.round, self.saver.start)
 
-    def _losses_of(self, report: RoundReport, train_loss: float | None, held_out: HeldOutLoss | None) -> RoundLosses:
+    def _measured(self, report: RoundReport, train_loss: float | None, held_out: HeldOutLoss | None) -> MeasuredRound:
         commit = report.commit
-        return RoundLosses(
+        return MeasuredRound(
             round=commit.round,
             peers=len(commit.members),
             experts_covered=commit.experts_covered,

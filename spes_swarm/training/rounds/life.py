@@ -1,4 +1,4 @@
-"""The life of a round at one peer: begun when it is due, awaited, and ended in one of several ways."""
+"""The states of a round at one peer, `Idle` and `UnderWay`: begun when due, awaited, ended in one of several ways."""
 
 from __future__ import annotations
 
