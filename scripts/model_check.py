@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from scripts.testing.meeting.mutations import mutants, notice, notice_in_cases
 from scripts.testing.meeting.search import search
 from scripts.testing.meeting.walks import walk
+from spes_swarm.protocol.meeting import view
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,6 +75,9 @@ def _walk(options: argparse.Namespace) -> bool:
 
 def _mutate(options: argparse.Namespace) -> bool:
     count = missed = in_cases = 0
+    unchanged, _ = next(iter(mutants()))
+    if notice_in_cases(unchanged, Path(view.__file__).read_text(encoding="utf-8")):
+        raise RuntimeError("the tests' cases fail without a mutant")
     chosen = [each for each in mutants() if each[0].change.startswith("drop") or not options.drops]
     for mutant, source in chosen[:: options.every]:
         count += 1

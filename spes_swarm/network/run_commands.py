@@ -58,9 +58,7 @@ class RunCommandHandler(RunCommands):
         report = await self.catching_up.download(if_newer, partial, self._listener.notify)
         if report is not None:
             _LOGGER.info("fetched the reference: %s", report)
-            if not report.outdated_blocks:
-                # No block of its old lineage is left, as for a newcomer.
-                self._state.replaced_lineage, self._state.lineage = self._state.lineage, Lineage({})
+            self._state.replaced_lineage = self._state.lineage
             self._state.roster.reputation.follow()
             self._state.swarm_tokens.missed_commits()
             self._announcer.learn_swarm_tokens()

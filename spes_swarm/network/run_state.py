@@ -44,9 +44,7 @@ class RunState:
     key: SigningKey = field(default_factory=SigningKey.generate)  # of what this process sends in exchanges
     tracks: TrackRecords = field(default_factory=TrackRecords)
     lineage: Lineage = field(default_factory=lambda: Lineage({}))
-    replaced_lineage: Lineage = field(
-        default_factory=lambda: Lineage({})
-    )  # until the next commit: of a stored reference
+    replaced_lineage: Lineage = field(default_factory=lambda: Lineage({}))  # by a download; until a commit
     swarm_tokens: SwarmTokens = field(default_factory=SwarmTokens)
     group: frozenset[str] = frozenset()  # the members of the last group, which may be exchanging still
     ahead: int = 0  # the round that other peers gather for, if it is beyond this peer's next one

@@ -49,15 +49,19 @@ def find_invitation(text: str) -> Invitation:
 
 
 def own_invitation(peer: PeerConfig, directory: RunDirectory) -> Invitation | None:
-    """Returns the invitation with which a peer joins: the given one, or that of the last session.
+    """Returns the invitation with which a peer joins: the given one, or that of the last session or attempt to join.
 
     Raises:
         InvitationError: it is damaged, or to another run than the wanted one.
     """
+    stored = directory.raw_manifest()
     if peer.invitation is None:
-        word = directory.known_invitation()
-        return None if word is None else read_invitation(word)
-    invitation, stored = find_invitation(peer.invitation), directory.raw_manifest()
+        if (word := directory.known_invitation()) is None:
+            return None
+        known = read_invitation(word)
+        attempted = bool(peer.initial_peers) and peer.run_id in (None, known.run_id)
+        return known if stored is not None or attempted else None
+    invitation = find_invitation(peer.invitation)
     expected = peer.run_id or (stored.run_id if stored is not None else None)
     if expected not in (None, invitation.run_id):
         raise InvitationError(f"the invitation is to run {invitation.run_id}, not {expected}: ask for one to this run")

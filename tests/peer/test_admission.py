@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from spes_swarm.protocol.admission.acts import Target, revoke
 from spes_swarm.protocol.admission.grants import Grant, Invitation, extend, new_key, open_chain, read_invitation
 from spes_swarm.protocol.admission.membership import Membership
 from spes_swarm.storage.acts_file import ActsFile
-from spes_swarm.storage.invitations import find_invitation
+from spes_swarm.storage.invitations import find_invitation, own_invitation
 from spes_swarm.storage.run_directory import RunDirectory
 from tests.helpers.joining import joining_context
 from tests.helpers.lone_trainer import run_config
@@ -96,6 +97,22 @@ def test_an_invitation_is_a_word_or_a_file_with_it(tmp_path: Path) -> None:
             request(tmp_path / "out", "--initial-peers", MADDR, "--invitation", *given)
     with pytest.raises(ConfigError, match="--invitation is for joining a private run, which needs --initial-peers"):
         request(tmp_path / "out", "--invitation", word)
+
+
+def test_a_word_that_was_shown_in_vain_is_for_another_attempt_only(tmp_path: Path) -> None:
+    manifest, directory = private_run(), RunDirectory(tmp_path)
+    directory.remember_invitation(invitation(manifest).to_text())
+    again = PeerConfig(output_dir=str(tmp_path), initial_peers=(MADDR,))
+    for peer, is_used in (
+        (again, True),
+        (replace(again, run_id=manifest.run_id), True),
+        (replace(again, run_id="other-" + "0" * 24), False),
+        (replace(again, initial_peers=()), False),  # founds a run
+    ):
+        known = own_invitation(peer, directory)
+        assert (known is not None) is is_used
+    directory.remember(manifest)
+    assert own_invitation(replace(again, initial_peers=()), directory) is not None
 
 
 def test_a_monitor_takes_the_same_invitation(tmp_path: Path) -> None:

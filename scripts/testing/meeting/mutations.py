@@ -143,7 +143,11 @@ def notice(mutant: Mutant, source: str) -> str | None:
 
 
 def notice_in_cases(mutant: Mutant, source: str) -> bool:
-    """Returns True if one of the tests' cases fails with a mutant."""
+    """Returns True if one of the tests' cases fails with a mutant, or does not end.
+
+    Raises:
+        RuntimeError: the cases could not be run.
+    """
     with tempfile.TemporaryDirectory() as name:
         for package in ("spes_swarm", "scripts", "tests"):
             shutil.copytree(_ROOT / package, Path(name) / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -151,8 +155,13 @@ def notice_in_cases(mutant: Mutant, source: str) -> bool:
         (Path(name) / mutant.module.replace(".", "/")).with_suffix(".py").write_text(source, encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *CASES]
         environment = {**os.environ, "PYTHONPATH": name, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=name, env=environment, capture_output=True, timeout=1200, check=False)
-    return done.returncode != 0
+        try:
+            done = subprocess.run(command, cwd=name, env=environment, capture_output=True, timeout=1800, check=False)
+        except subprocess.TimeoutExpired:
+            return True
+    if done.returncode not in (0, 1):
+        raise RuntimeError(done.stdout.decode() + done.stderr.decode())
+    return done.returncode == 1
 
 
 def _try(module: str, source: str, sending: object) -> None:

@@ -23,7 +23,7 @@ from spes_swarm.protocol.meeting.outputs import Ahead, Answer, Call, Called, Fau
 from spes_swarm.protocol.meeting.view import View
 from spes_swarm.protocol.rounds.statement import Group, Statement, Vet, form_group, open_statement, seal_statement
 
-_IDLE_TICKS = round(1.0 / TICK_S)
+_IDLE_TICKS = round(0.5 / TICK_S)
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -156,7 +156,7 @@ class Rendezvous:
     async def _tick(self) -> None:
         for tick in itertools.count():
             await asyncio.sleep(TICK_S)
-            # Once a second also while nobody waits: the machine notices if this process did not run.
+            # Twice a second also while nobody waits: the machine notices if this process did not run.
             if not self.machine.busy and tick % _IDLE_TICKS:
                 continue
             try:

@@ -109,6 +109,8 @@ class RunFinder:
             UserError: there is no such run, it differs from what the user has asked for, or does not admit this peer.
         """
         manifest, invitation, identity = self._find(), self._invitation, self._context.identity
+        if invitation is not None and self._peer.invitation is None and invitation.run_id != manifest.run_id:
+            invitation = None  # of an earlier attempt to join another run
         if invitation is not None:
             terms = opened(invitation, manifest).terms
             if self._peer.publish_to is not None and not terms.may_publish:
@@ -156,7 +158,7 @@ class RunFinder:
         expected = peer.run_id or (stored.run_id if stored is not None else None)
         if self._source is not None:
             expected = self._source.manifest.run_id
-        if expected is None and self._invitation is not None:
+        if expected is None and self._invitation is not None and self._peer.invitation is not None:
             expected = self._invitation.run_id
         try:
             manifest = self._ask_for_manifest(expected, deadline - time.monotonic())
@@ -170,8 +172,9 @@ class RunFinder:
         shown = b""
         if self._invitation is not None:
             shown = self._invitation.admit(self._context.identity.peer_id)
-            # From now on it may be this peer's alone, so another attempt needs the same identity.
-            self._directory.remember_invitation(self._invitation.to_text())
+            if self._directory.raw_manifest() is None:
+                # From now on it may be this peer's alone, so another attempt needs the same identity.
+                self._directory.remember_invitation(self._invitation.to_text())
         wait_s = COMMAND_TIMEOUT_S + max(0.0, timeout_s)
         return self._context.ask(
             Commands.fetch_manifest,
@@ -227,7 +230,7 @@ class RunFinder:
             if not self._peer.client_mode:
                 self._console.say(
                     "no peer of the last session answers: this peer starts alone, and others can join it; if one of "
-                    "them has gone further, its later rounds will not count"
+                    "them has gone further, its later rounds may not count"
                 )
             return []
         with suppress(BootstrapError, ManifestError):  # whatever they answer, unless it is that the swarm has upgraded

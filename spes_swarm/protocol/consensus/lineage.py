@@ -57,11 +57,12 @@ class Lineage:
         return Lineage(kept)
 
     def lost_in(self, other: Lineage) -> tuple[int, int] | None:
-        """Returns the first and the last round of this lineage after which `other` went another way; None: it did not.
+        """Returns the first and the last round of this lineage that `other` lacks, since it went another way; None: it
+        did not, or nothing is known of it at that time.
 
         Kept commits become rarer with age, so the first may be a later one than was really the first.
         """
-        if self.leads_to(other):
+        if self.leads_to(other) or min(other.marks, default=self.head[0] + 1) > self.head[0]:
             return None
         common = max((number for number, mark in self.marks.items() if other.marks.get(number) == mark), default=-1)
         return min(number for number in self.marks if number > common), self.head[0]

@@ -125,7 +125,7 @@ class Leading:
         except ProtocolError as exc:
             self._state.outputs.append(Fault(call.peer, exc))
         calling.failures += 1
-        if calling.failures >= 2:
+        if calling.failures == 2:
             self._lose(call.round, gathering, call.peer, "does not answer")
 
     def _let_in(self, poll: _Pending) -> None:
@@ -227,6 +227,7 @@ class Leading:
             failed = leader in state.known(number).failed()
             has_most = view.are_majority(gathering.present(state.now))  # or one liar could send it to and fro
             if leads and not failed and (together or (view.is_better(leader, number) and not has_most)):
+                state.known(number).return_to(leader)
                 gathering.redirect = leader
                 why = "most follow it" if together else f"{peer} follows it, and it ranks better"
                 state.say(number, f"sends others to {leader}: {why}")

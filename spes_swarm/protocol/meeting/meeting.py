@@ -160,6 +160,7 @@ class Meeting:
         if not is_stranger:
             self._reinstate(peer, round_number)
             state.outputs.append(Called(round_number))
+            self._advance_attempt()  # it may turn to the caller
         if leader := state.leader_in(round_number):
             # Older peers of protocol 6 go by `relieved`, newer ones by what most others follow.
             return {"leader": leader, "relieved": peer in state.view.without_duty}
@@ -248,7 +249,6 @@ class Meeting:
 
     def _turn_to(self, attempt: Attempt, leader: str, redirects: int = 0) -> None:
         now, known = self._state.now, self._state.memory
-        known.return_to(leader)
         attempt.leader, attempt.redirects, attempt.poll, attempt.poll_at = leader, redirects, None, now
         attempt.offered = None
         if leader != self._state.view.me:
@@ -298,6 +298,7 @@ class Meeting:
                 state.outputs.append(Stall(leader, number))
             self._pass_over(attempt, "did not close the group in time", Fate.LATE)
         elif isinstance(redirect, str) and redirect not in known.failed() | {leader} and state.view.may_lead(redirect):
+            known.return_to(redirect)
             state.say(number, f"follows {redirect}: {leader} does")
             self._turn_to(attempt, redirect, attempt.redirects + 1)
 
