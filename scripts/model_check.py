@@ -13,9 +13,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from scripts.testing.meeting.mutations import mutants, notice, notice_in_cases
+from scripts.testing.meeting.mutations import Mutant, mutants, notice, notice_in_cases
 from scripts.testing.meeting.search import search
 from scripts.testing.meeting.walks import walk
 from spes_swarm.protocol.meeting import view
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     mutating = commands.add_parser("mutate", help="the machine without one of its statements")
     mutating.add_argument("--every", type=int, default=1, help="only every so many mutants")
     mutating.add_argument("--drops", action="store_true", help="only statements that are left out, no conditions")
+    mutating.add_argument("--jobs", type=int, default=1, help="mutants at a time, each on a core of its own")
     options = parser.parse_args(arguments)
     started = time.monotonic()
     held = {"search": _search, "walk": _walk, "mutate": _mutate}[options.command](options)
@@ -79,20 +81,26 @@ def _mutate(options: argparse.Namespace) -> bool:
     if notice_in_cases(unchanged, Path(view.__file__).read_text(encoding="utf-8")):
         raise RuntimeError("the tests' cases fail without a mutant")
     chosen = [each for each in mutants() if each[0].change.startswith("drop") or not options.drops]
-    for mutant, source in chosen[:: options.every]:
-        count += 1
-        if notice(mutant, source) is not None:
-            continue
-        if notice_in_cases(mutant, source):
-            in_cases += 1
-            print("noticed by the cases alone:", mutant, flush=True)
-        else:
-            missed += 1
-            print("not noticed:", mutant, flush=True)
+    with ProcessPoolExecutor(options.jobs) as jobs:
+        for mutant, noticed_by in jobs.map(_judge, chosen[:: options.every]):
+            count += 1
+            if noticed_by == "cases":
+                in_cases += 1
+                print("noticed by the cases alone:", mutant, flush=True)
+            elif noticed_by is None:
+                missed += 1
+                print("not noticed:", mutant, flush=True)
     print(
         f"{count} mutants, {count - missed} noticed ({1 - missed / count:.1%}), {in_cases} of them by the cases alone"
     )
     return missed <= 0.05 * count
+
+
+def _judge(mutant_and_source: tuple[Mutant, str]) -> tuple[Mutant, str | None]:
+    mutant, source = mutant_and_source
+    if notice(mutant, source) is not None:
+        return mutant, "walks"
+    return mutant, "cases" if notice_in_cases(mutant, source) else None
 
 
 if __name__ == "__main__":
