@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from scripts.testing.meeting.parts import RUN_ID, form, seal, statement
-from spes_swarm.base.errors import NoLeaderError, RoundError
+from spes_swarm.base.errors import NoLeaderError, ProtocolError, RoundError
 from spes_swarm.protocol.meeting.meeting import TICK_S, Meeting
 from spes_swarm.protocol.meeting.outputs import Answer, Call, Output, Poll, Reply, Stall
 from spes_swarm.protocol.meeting.view import View, rank
@@ -22,10 +23,17 @@ class Driven:
     """A machine whose clock and peers the test plays."""
 
     def __init__(self, me: str, others: str, defers: bool = False) -> None:
-        self.machine = Meeting(WINDOW_S, EXCHANGE_S, form, lambda peer: False)
+        self.machine = Meeting(WINDOW_S, EXCHANGE_S, self.form, lambda peer: False)
+        self.refused: set[bytes] = set()
         self.now = 0.0
         self.outputs: list[Output] = []
         self.view = View(RUN_ID, me, 1, tuple(Neighbour(other, True) for other in others), defers=defers)
+
+    def form(self, number: int, sealed: Iterable[bytes]) -> Group:
+        items = list(sealed)
+        if self.refused.intersection(items):
+            raise ProtocolError("excluded", "a peer that may take part no longer")
+        return form(number, items)
 
     def input(self) -> Meeting:
         return self.machine.at(self.now, self.view)
@@ -167,3 +175,57 @@ def test_a_leader_gives_a_group_of_a_few_at_once_and_enters_it_when_they_may_hav
     assert members(me) == sorted(A + followers)
     assert given_at == pytest.approx(dict.fromkeys(followers, WINDOW_S), abs=3 * TICK_S)
     assert me.now - given_at[B] == pytest.approx(waits_s, abs=TICK_S)
+
+
+def test_a_peer_that_came_after_all_is_called_again_when_it_goes_silent() -> None:
+    me = Driven(A, B + C + D)
+    me.join()
+    me.wait(2.0, {B: {}, C: {}, D: None})
+    assert Call(D, 1) not in me.wait(1.0, {B: {}, C: {}})  # it is lost
+    me.input().polled(1, D, 1, seal(D, 1))
+    assert Call(D, 1) not in me.wait(3.0)
+    assert Call(D, 1) in me.wait(2.0)
+
+
+def test_a_peer_that_misses_calls_now_and_then_is_not_lost() -> None:
+    me = Driven(A, B + C)
+    me.join()
+    for _ in range(4):
+        me.wait(2 * TICK_S, {B: {}, C: None})
+        me.wait(2 * TICK_S, {B: {}, C: {}})
+    assert Call(C, 1) in me.wait(1.0)
+
+
+def test_a_peer_that_has_come_here_does_not_count_for_the_leader_that_it_followed_before() -> None:
+    me = Driven(A, B + C + D)
+    me.join()
+    me.wait(TICK_S, {B: {"leader": D}})
+    me.input().polled(1, B, 1, seal(B, 1))
+    me.wait(1.0, {C: {"leader": D}})
+    assert f"round 1: follows {A}" in " ".join(me.machine.describe())  # itself
+
+
+def test_a_late_leader_is_followed_again_after_an_attempt_in_vain() -> None:
+    me = Driven(B, A + C + D)
+    me.join()
+    outputs: list[Output] = []
+    while me.outcome() is None:
+        outputs += me.wait(1.0, {A: {}, C: {"leader": A}, D: {"leader": A}})
+    assert Stall(A, 1) in outputs
+    assert "most others are not at round 1" in str(me.outcome())
+    me.input().leave()
+    me.join()
+    (poll,) = (output for output in me.done() if isinstance(output, Poll))
+    assert poll.leader == A
+
+
+def test_a_statement_that_makes_no_group_holds_the_others_up_no_longer_than_its_peer() -> None:
+    me = Driven(A, B + C)
+    me.refused = {seal(B, 1)}
+    me.join()
+    for key, name in enumerate((B, C)):
+        me.input().polled(key, name, 1, seal(name, 1))
+    me.done()
+    me.input().polled(2, C, 1, seal(C, 1))
+    me.wait(2.0, {B: None})
+    assert members(me) == sorted(A + C)

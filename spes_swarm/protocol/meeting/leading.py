@@ -62,7 +62,7 @@ class Leading:
         view, followers = self._state.view, gathering.present(self._state.now).keys() - {self._state.view.me}
         return gathering.redirect is None and not view.defers and view.are_majority(followers)
 
-    def redirect(self, number: int) -> str | None:
+    def lasting_redirect(self, number: int) -> str | None:
         """The better leader to which this peer sends others. A gathering ends if that one has failed here, or left."""
         gathering, known, view = self.gatherings.get(number), self._state.known(number), self._state.view
         if gathering is None or (leader := gathering.redirect) is None:
@@ -88,7 +88,7 @@ class Leading:
         for number, gathering in list(self.gatherings.items()):
             if number < self._state.view.target and not self._state.leader_in(number):
                 self.drop(number, "it is over")
-            elif self.redirect(number) is None and number in self.gatherings and self._state.closed_in(number) is None:
+            elif self.lasting_redirect(number) is None and number in self.gatherings and self._state.closed_in(number) is None:
                 # One follower that is early would otherwise have this peer tell the others that it is at that round.
                 if number <= self._state.view.target or gathering.opened is not None:
                     self._call(number, gathering)
@@ -143,8 +143,6 @@ class Leading:
 
     def _call(self, number: int, gathering: Gathering) -> None:
         state = self._state
-        if leader := state.leader_in(number):
-            gathering.reported[state.view.me], gathering.answered_at[state.view.me] = leader, state.now
         for peer in self._missing(gathering):
             calling, is_me = gathering.calls.setdefault(peer.peer_id, Calling(state.now)), peer.peer_id == state.view.me
             if state.now >= calling.due:
@@ -163,9 +161,8 @@ class Leading:
         present = gathering.present(now)
         # Do most of the electorate, of those that come or answer, say that the round is over?
         if view.move_median(gathering.past, gathering.lost.difference(gathering.past, present)):
-            why = f"most say that round {number} is over"
-            self.drop(number, why)
-            state.give_up(number, RoundError(why))  # alone, it would fork the reference
+            # Alone, it would fork the reference.
+            state.give_up(number, RoundError(f"most say that round {number} is over"))
             return
         # Otherwise a hostile follower that is early could have it closed before the others come.
         if gathering.opened is None and (view.me in present or view.outnumber_liars(present)):
@@ -180,13 +177,10 @@ class Leading:
         # Those that are called and train on are away. But a group of a few gives a moment to all.
         away = gathering.away(now, idle=gathering.has_waited(now, 0.0), elsewhere=known.waited_for_most > 0)
         if known.waited_for_most < _MOST_WAITS and not view.are_majority(present, away):
-            if gathering.has_waited(now, gathering.window_s):
-                why = f"most others are not at round {number}"
-                self.drop(number, why)
-                if state.leader_in(number) == view.me:
-                    known.end_in_vain()
-                    known.waited_for_most += 1  # before its next attempt, this peer finds out where most are
-                    state.give_up(number, RoundError(why))
+            if gathering.has_waited(now, gathering.window_s) and state.leader_in(number) == view.me:
+                known.end_in_vain()
+                known.waited_for_most += 1  # before its next attempt, this peer finds out where most are
+                state.give_up(number, RoundError(f"most others are not at round {number}"))
             return
         if not view.neighbours and view.is_blind:
             return
@@ -227,7 +221,6 @@ class Leading:
             failed = leader in state.known(number).failed()
             has_most = view.are_majority(gathering.present(state.now))  # or one liar could send it to and fro
             if leads and not failed and (together or (view.is_better(leader, number) and not has_most)):
-                state.known(number).return_to(leader)
                 gathering.redirect = leader
                 why = "most follow it" if together else f"{peer} follows it, and it ranks better"
                 state.say(number, f"sends others to {leader}: {why}")

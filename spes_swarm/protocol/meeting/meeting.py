@@ -203,7 +203,7 @@ class Meeting:
         number, me = attempt.round, state.view.me
         if not attempt.leader and not self._choose_leader(attempt):
             return
-        better, gathering = self._leading.redirect(number), self._leading.gatherings.get(number)
+        better, gathering = self._leading.lasting_redirect(number), self._leading.gatherings.get(number)
         if attempt.leader == me and better is not None:
             self._turn_to(attempt, better)
         elif attempt.leader != me and gathering is not None and self._leading.is_followed_by_most(gathering):
@@ -298,7 +298,6 @@ class Meeting:
                 state.outputs.append(Stall(leader, number))
             self._pass_over(attempt, "did not close the group in time", Fate.LATE)
         elif isinstance(redirect, str) and redirect not in known.failed() | {leader} and state.view.may_lead(redirect):
-            known.return_to(redirect)
             state.say(number, f"follows {redirect}: {leader} does")
             self._turn_to(attempt, redirect, attempt.redirects + 1)
 

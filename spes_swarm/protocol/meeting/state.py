@@ -55,13 +55,8 @@ class State:
         self.decisions.append(f"round {number}: {decision}")
 
     def known(self, number: int) -> Memory:
-        """What is remembered of attempts at a round; of others than the next one, nothing."""
-        if self.memory.round == number:
-            return self.memory
-        fresh = Memory(number, LeaderTimeouts(self.window_s))
-        if number == self.view.target and self.attempt is None:
-            self.memory = fresh
-        return fresh
+        """What is remembered of this peer's attempts at a round; of other rounds than the last that it tried, nothing."""
+        return self.memory if self.memory.round == number else Memory(number, LeaderTimeouts(self.window_s))
 
     def leader_in(self, number: int) -> str:
         """Whom this peer follows in a round, maybe itself; empty: nobody."""
