@@ -86,9 +86,11 @@ class Leading:
         for poll in self._pending.values():
             self._let_in(poll)
         for number, gathering in list(self.gatherings.items()):
-            if number < self._state.view.target and not self._state.leader_in(number):
-                self.drop(number, "it is over")
-            elif self.lasting_redirect(number) is None and number in self.gatherings and self._state.closed_in(number) is None:
+            if (
+                self.lasting_redirect(number) is None
+                and number in self.gatherings
+                and self._state.closed_in(number) is None
+            ):
                 # One follower that is early would otherwise have this peer tell the others that it is at that round.
                 if number <= self._state.view.target or gathering.opened is not None:
                     self._call(number, gathering)

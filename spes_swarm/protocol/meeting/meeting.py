@@ -75,6 +75,11 @@ class Meeting:
         return self._state.attempt is not None
 
     @property
+    def rounds_gathered(self) -> list[int]:
+        """The rounds that others come to here."""
+        return list(self._leading.gatherings)
+
+    @property
     def outcome(self) -> Group | RoundError | None:
         """What has become of this peer's attempt."""
         return self._state.attempt.outcome if self._state.attempt is not None else None
