@@ -55,7 +55,7 @@ class State:
         self.decisions.append(f"round {number}: {decision}")
 
     def known(self, number: int) -> Memory:
-        """What is remembered of this peer's attempts at a round; of other rounds than the last that it tried, nothing."""
+        """What is remembered of attempts at a round; of other rounds than the last that this peer tried, nothing."""
         return self.memory if self.memory.round == number else Memory(number, LeaderTimeouts(self.window_s))
 
     def leader_in(self, number: int) -> str:
