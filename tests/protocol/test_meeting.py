@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -27,6 +28,8 @@ class Driven:
         self.refused: set[bytes] = set()
         self.now = 0.0
         self.outputs: list[Output] = []
+        self.decisions: list[str] = []
+        self.calls: Counter[str] = Counter()  # by peer
         self.view = View(RUN_ID, me, 1, tuple(Neighbour(other, True) for other in others), defers=defers)
 
     def form(self, number: int, sealed: Iterable[bytes]) -> Group:
@@ -46,11 +49,25 @@ class Driven:
 
     def outcome(self) -> Group | RoundError | None:
         """What has become of its attempt."""
-        self.outputs += self.machine.advance()[0]
+        outputs, decisions = self.machine.advance()
+        self.outputs += outputs
+        self.decisions += decisions
+        self.calls.update(output.peer for output in outputs if isinstance(output, Call))
         return self.machine.outcome
 
     def join(self, number: int = 1) -> None:
         self.input().join(seal(self.view.me, number), statement(number))
+
+    def join_again(self) -> None:
+        self.input().leave()
+        self.join()
+
+    def leader(self) -> str:
+        """Whom it follows, maybe itself."""
+        return next(self.machine.describe()).removeprefix("round 1: follows ")
+
+    def gathers(self) -> bool:
+        return any("gathers" in line for line in self.machine.describe())
 
     def wait(self, seconds: float, answers: dict[str, Answer | None] | None = None) -> list[Output]:
         """Lets time pass; whoever is asked answers so at once, or never. Returns the other outputs."""
@@ -177,14 +194,17 @@ def test_a_leader_gives_a_group_of_a_few_at_once_and_enters_it_when_they_may_hav
     assert me.now - given_at[B] == pytest.approx(waits_s, abs=TICK_S)
 
 
-def test_a_peer_that_came_after_all_is_called_again_when_it_goes_silent() -> None:
+# What a leader knows of those that do not come.
+
+
+def test_a_peer_that_has_come_after_all_is_called_again_when_it_goes_silent_and_lost_again() -> None:
     me = Driven(A, B + C + D)
     me.join()
-    me.wait(2.0, {B: {}, C: {}, D: None})
-    assert Call(D, 1) not in me.wait(1.0, {B: {}, C: {}})  # it is lost
+    me.wait(3.0, {B: {}, C: {}, D: None})
+    assert me.calls[D] == 2
     me.input().polled(1, D, 1, seal(D, 1))
-    assert Call(D, 1) not in me.wait(3.0)
-    assert Call(D, 1) in me.wait(2.0)
+    me.wait(6.0, {B: {}, C: {}, D: None})
+    assert me.calls[D] == 4
 
 
 def test_a_peer_that_misses_calls_now_and_then_is_not_lost() -> None:
@@ -202,24 +222,20 @@ def test_a_peer_that_has_come_here_does_not_count_for_the_leader_that_it_followe
     me.wait(TICK_S, {B: {"leader": D}})
     me.input().polled(1, B, 1, seal(B, 1))
     me.wait(1.0, {C: {"leader": D}})
-    assert f"round 1: follows {A}" in " ".join(me.machine.describe())  # itself
+    assert me.leader() == A
 
 
-def test_a_late_leader_is_followed_again_after_an_attempt_in_vain() -> None:
-    me = Driven(B, A + C + D)
+def test_nor_does_one_that_is_lost() -> None:
+    me = Driven(A, B + C + D)
     me.join()
-    outputs: list[Output] = []
-    while me.outcome() is None:
-        outputs += me.wait(1.0, {A: {}, C: {"leader": A}, D: {"leader": A}})
-    assert Stall(A, 1) in outputs
-    assert "most others are not at round 1" in str(me.outcome())
-    me.input().leave()
-    me.join()
-    (poll,) = (output for output in me.done() if isinstance(output, Poll))
-    assert poll.leader == A
+    me.wait(TICK_S, {C: {"leader": D}, D: {}})
+    me.wait(1.5, {D: {}})
+    me.wait(1.0, {D: {"leader": D}})
+    assert not any("sends others" in decision for decision in me.decisions)
 
 
-def test_a_statement_that_makes_no_group_holds_the_others_up_no_longer_than_its_peer() -> None:
+def test_a_statement_that_makes_no_group_does_not_hold_up_the_others() -> None:
+    """It counts as there for as long as a poll does, unless its gathering ends."""
     me = Driven(A, B + C)
     me.refused = {seal(B, 1)}
     me.join()
@@ -229,3 +245,63 @@ def test_a_statement_that_makes_no_group_holds_the_others_up_no_longer_than_its_
     me.input().polled(2, C, 1, seal(C, 1))
     me.wait(2.0, {B: None})
     assert members(me) == sorted(A + C)
+
+
+# A gathering for others, while this peer trains, ends:
+
+
+def test_when_its_round_is_over() -> None:
+    me = Driven(A, B + C)
+    me.input().polled(1, B, 1, seal(B, 1))
+    me.wait(TICK_S)
+    assert me.gathers()
+    me.view = replace(me.view, target=2)
+    me.wait(TICK_S)
+    assert not me.gathers()
+
+
+def test_when_most_say_that_its_round_is_over() -> None:
+    me = Driven(A, B + C + D)
+    me.input().polled(1, B, 1, seal(B, 1))
+    me.wait(1.0, {C: {"target": 2}, D: {"target": 2}})
+    assert not me.gathers()
+
+
+def test_when_most_do_not_come() -> None:
+    me = Driven(A, B + C + D)
+    for _ in range(15):
+        for key, name in enumerate((B, C)):
+            me.input().polled(key, name, 1, seal(name, 1))
+        me.wait(1.0, {D: {"leader": B}})
+    assert "round 1: drops its gathering: most others are not at round 1" in me.decisions
+
+
+# Leaders that are followed again.
+
+
+def test_a_late_leader_after_an_attempt_in_vain() -> None:
+    me = Driven(B, A + C + D)
+    me.join()
+    outputs: list[Output] = []
+    while me.outcome() is None:
+        outputs += me.wait(1.0, {A: {}, C: {"leader": A}, D: {"leader": A}})
+    assert Stall(A, 1) in outputs
+    assert "most others are not at round 1" in str(me.outcome())
+    me.join_again()
+    me.outcome()
+    assert me.leader() == A
+
+
+@pytest.mark.parametrize(("name", "peers"), [(B, A + C + D), (C, A + B)], ids=["by a leader", "by a follower"])
+def test_one_that_said_that_the_round_is_over_once_if_others_follow_it(name: str, peers: str) -> None:
+    me = Driven(name, peers)
+    others: dict[str, Answer | None] = {name: {"leader": A} for name in (B, C, D)}
+    over: Answer = {"over": True}
+    me.join()
+    me.wait(TICK_S, {A: over})
+    for _ in range(2):
+        assert "is over" in str(me.outcome())
+        me.join_again()
+        me.wait(2.0, {**others, A: over})
+    assert me.outcome() is None
+    assert me.leader() == B

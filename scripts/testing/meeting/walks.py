@@ -208,8 +208,6 @@ class Walk(World):
     def on_commit(self, peer: Peer, group: Group) -> None:
         """See World."""
         members, number, is_steady = {member.peer_id for member in group.members}, group.round, self._is_steady
-        if stale := [each for each in peer.machine.rounds_gathered if each < number]:
-            self._problem(f"{peer.name} still gathers {stale}, which are over")
         for other in self.honest:
             theirs = other.commits.get(number)
             if theirs is None or theirs.id == group.id:

@@ -43,6 +43,7 @@ class Fate(StrEnum):
     EARLY = "early"  # it had not begun the round; it is followed again if it calls
     BACK = "back"  # it has called, after one of these two
     PAST = "past"  # it reported the round as over; it is followed again if others follow it
+    RETURNED = "returned"  # others follow it, after this
     LATE = "late"  # it did not close the group in time; it is followed again after an attempt of this peer to lead
 
 
@@ -87,7 +88,7 @@ class Memory:
 
     def passed_over(self) -> set[str]:
         """These, and those for which the round is over."""
-        return {leader for leader, what in self.leaders.items() if what != Fate.BACK}
+        return {leader for leader, what in self.leaders.items() if what not in (Fate.BACK, Fate.RETURNED)}
 
     def note_failed_group(self, giver: str, leader: str) -> None:
         """Notes a group that failed: who passed it on, and who led this peer to it."""
@@ -106,6 +107,11 @@ class Memory:
         """Forgets which leaders were late: this peer, which led instead, has found too few others."""
         self.leaders = {leader: what for leader, what in self.leaders.items() if what != Fate.LATE}
 
+    def return_to(self, leader: str) -> None:
+        """The same for one that has reported the round as over."""
+        if self.leaders.get(leader) == Fate.PAST:
+            self.leaders[leader] = Fate.RETURNED
+
     def note(self, leader: str, what: Fate) -> None:
         """Notes what became of a leader. One that has come back once has failed for good."""
-        self.leaders[leader] = Fate.FAILED if self.leaders.get(leader) == Fate.BACK else what
+        self.leaders[leader] = Fate.FAILED if self.leaders.get(leader) in (Fate.BACK, Fate.RETURNED) else what

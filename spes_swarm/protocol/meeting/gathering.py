@@ -69,6 +69,7 @@ class Gathering:
         self.last_poll[peer_id] = now
         self.lost.discard(peer_id)
         self.reported.pop(peer_id, None)
+        self.calls.pop(peer_id, None)
 
     def present(self, now: float) -> dict[str, bytes]:
         """Returns the statements of the peers that still poll."""

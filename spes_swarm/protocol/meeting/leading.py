@@ -86,11 +86,9 @@ class Leading:
         for poll in self._pending.values():
             self._let_in(poll)
         for number, gathering in list(self.gatherings.items()):
-            if (
-                self.lasting_redirect(number) is None
-                and number in self.gatherings
-                and self._state.closed_in(number) is None
-            ):
+            if number < self._state.view.target and not self._state.leader_in(number):
+                self.drop(number, "it is over")
+            elif self.lasting_redirect(number) is None and number in self.gatherings and self._state.closed_in(number) is None:
                 # One follower that is early would otherwise have this peer tell the others that it is at that round.
                 if number <= self._state.view.target or gathering.opened is not None:
                     self._call(number, gathering)
@@ -163,8 +161,9 @@ class Leading:
         present = gathering.present(now)
         # Do most of the electorate, of those that come or answer, say that the round is over?
         if view.move_median(gathering.past, gathering.lost.difference(gathering.past, present)):
-            # Alone, it would fork the reference.
-            state.give_up(number, RoundError(f"most say that round {number} is over"))
+            why = f"most say that round {number} is over"
+            self.drop(number, why)
+            state.give_up(number, RoundError(why))  # alone, it would fork the reference
             return
         # Otherwise a hostile follower that is early could have it closed before the others come.
         if gathering.opened is None and (view.me in present or view.outnumber_liars(present)):
@@ -179,10 +178,13 @@ class Leading:
         # Those that are called and train on are away. But a group of a few gives a moment to all.
         away = gathering.away(now, idle=gathering.has_waited(now, 0.0), elsewhere=known.waited_for_most > 0)
         if known.waited_for_most < _MOST_WAITS and not view.are_majority(present, away):
-            if gathering.has_waited(now, gathering.window_s) and state.leader_in(number) == view.me:
-                known.end_in_vain()
-                known.waited_for_most += 1  # before its next attempt, this peer finds out where most are
-                state.give_up(number, RoundError(f"most others are not at round {number}"))
+            if gathering.has_waited(now, gathering.window_s):
+                why = f"most others are not at round {number}"
+                self.drop(number, why)
+                if state.leader_in(number) == view.me:
+                    known.end_in_vain()
+                    known.waited_for_most += 1  # before its next attempt, this peer finds out where most are
+                    state.give_up(number, RoundError(why))
             return
         if not view.neighbours and view.is_blind:
             return
@@ -223,6 +225,7 @@ class Leading:
             failed = leader in state.known(number).failed()
             has_most = view.are_majority(gathering.present(state.now))  # or one liar could send it to and fro
             if leads and not failed and (together or (view.is_better(leader, number) and not has_most)):
+                state.known(number).return_to(leader)
                 gathering.redirect = leader
                 why = "most follow it" if together else f"{peer} follows it, and it ranks better"
                 state.say(number, f"sends others to {leader}: {why}")

@@ -75,11 +75,6 @@ class Meeting:
         return self._state.attempt is not None
 
     @property
-    def rounds_gathered(self) -> list[int]:
-        """The rounds that others come to here."""
-        return list(self._leading.gatherings)
-
-    @property
     def outcome(self) -> Group | RoundError | None:
         """What has become of this peer's attempt."""
         return self._state.attempt.outcome if self._state.attempt is not None else None
@@ -303,6 +298,7 @@ class Meeting:
                 state.outputs.append(Stall(leader, number))
             self._pass_over(attempt, "did not close the group in time", Fate.LATE)
         elif isinstance(redirect, str) and redirect not in known.failed() | {leader} and state.view.may_lead(redirect):
+            known.return_to(redirect)
             state.say(number, f"follows {redirect}: {leader} does")
             self._turn_to(attempt, redirect, attempt.redirects + 1)
 
