@@ -11,7 +11,7 @@ import pytest
 from scripts.testing.meeting.parts import RUN_ID, form, seal, statement
 from spes_swarm.base.errors import NoLeaderError, ProtocolError, RoundError
 from spes_swarm.protocol.meeting.meeting import TICK_S, Meeting
-from spes_swarm.protocol.meeting.outputs import Answer, Call, Output, Poll, Reply, Stall
+from spes_swarm.protocol.meeting.outputs import Ahead, Answer, Call, Output, Poll, Reply, Stall
 from spes_swarm.protocol.meeting.view import View, rank
 from spes_swarm.protocol.members.reputation import Neighbour
 from spes_swarm.protocol.rounds.statement import Group
@@ -192,6 +192,14 @@ def test_a_leader_gives_a_group_of_a_few_at_once_and_enters_it_when_they_may_hav
     assert members(me) == sorted(A + followers)
     assert given_at == pytest.approx(dict.fromkeys(followers, WINDOW_S), abs=3 * TICK_S)
     assert me.now - given_at[B] == pytest.approx(waits_s, abs=TICK_S)
+
+
+def test_most_others_that_call_for_the_round_after_the_next_are_believed() -> None:
+    me = Driven(A, B + C)
+    me.input().called(B, 2)
+    assert Ahead(2) not in me.done()
+    me.input().called(C, 2)
+    assert Ahead(2) in me.done()
 
 
 # What a leader knows of those that do not come.
