@@ -194,11 +194,15 @@ def test_a_leader_gives_a_group_of_a_few_at_once_and_enters_it_when_they_may_hav
     assert me.now - given_at[B] == pytest.approx(waits_s, abs=TICK_S)
 
 
-def test_most_others_that_call_for_the_round_after_the_next_are_believed() -> None:
+@pytest.mark.parametrize("second", ["calls", "polls"])
+def test_most_others_that_are_at_the_round_after_the_next_are_believed(second: str) -> None:
     me = Driven(A, B + C)
     me.input().called(B, 2)
     assert Ahead(2) not in me.done()
-    me.input().called(C, 2)
+    if second == "calls":
+        me.input().called(C, 2)
+    else:
+        me.input().polled(1, C, 2, seal(C, 2))
     assert Ahead(2) in me.done()
 
 
