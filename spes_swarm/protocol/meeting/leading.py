@@ -62,7 +62,7 @@ class Leading:
         view, followers = self._state.view, gathering.present(self._state.now).keys() - {self._state.view.me}
         return gathering.redirect is None and not view.defers and view.are_majority(followers)
 
-    def lasting_redirect(self, number: int) -> str | None:
+    def redirects_to(self, number: int) -> str | None:
         """The better leader to which this peer sends others. A gathering ends if that one has failed here, or left."""
         gathering, known, view = self.gatherings.get(number), self._state.known(number), self._state.view
         if gathering is None or (leader := gathering.redirect) is None:
@@ -88,7 +88,7 @@ class Leading:
         for number, gathering in list(self.gatherings.items()):
             if number < self._state.view.target and not self._state.leader_in(number):
                 self.drop(number, "it is over")
-            elif self.lasting_redirect(number) is None and number in self.gatherings and self._state.closed_in(number) is None:
+            elif self.redirects_to(number) is None and number in self.gatherings and self._state.closed_in(number) is None:
                 # One follower that is early would otherwise have this peer tell the others that it is at that round.
                 if number <= self._state.view.target or gathering.opened is not None:
                     self._call(number, gathering)

@@ -203,7 +203,7 @@ class Meeting:
         number, me = attempt.round, state.view.me
         if not attempt.leader and not self._choose_leader(attempt):
             return
-        better, gathering = self._leading.lasting_redirect(number), self._leading.gatherings.get(number)
+        better, gathering = self._leading.redirects_to(number), self._leading.gatherings.get(number)
         if attempt.leader == me and better is not None:
             self._turn_to(attempt, better)
         elif attempt.leader != me and gathering is not None and self._leading.is_followed_by_most(gathering):
