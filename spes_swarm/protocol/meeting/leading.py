@@ -83,14 +83,15 @@ class Leading:
 
     def step(self) -> None:
         """Lets in who polls, calls who is missing, and closes groups."""
+        state = self._state
         for poll in self._pending.values():
             self._let_in(poll)
         for number, gathering in list(self.gatherings.items()):
-            if number < self._state.view.target and not self._state.leader_in(number):
+            if number < state.view.target and not state.leader_in(number):
                 self.drop(number, "it is over")
-            elif self.redirects_to(number) is None and number in self.gatherings and self._state.closed_in(number) is None:
+            elif self.redirects_to(number) is None and number in self.gatherings and state.closed_in(number) is None:
                 # One follower that is early would otherwise have this peer tell the others that it is at that round.
-                if number <= self._state.view.target or gathering.opened is not None:
+                if number <= state.view.target or gathering.opened is not None:
                     self._call(number, gathering)
                 self._close(number, gathering)
 
