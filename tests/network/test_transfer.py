@@ -226,7 +226,8 @@ def test_a_swarm_that_commits_faster_than_a_transfer_takes(net: Net, every_s: fl
             assert kept_bytes(report) == TOTAL_BYTES
             # What it states in its first round is a statement of a member that is behind.
             assert max(reference.versions) <= reference.round
-            assert report.outdated_blocks
+            # One donor may have kept copies of all that the others have changed meanwhile.
+            assert report.outdated_blocks or reference.digests in history.values()
             assert report.moved_on
             assert not newcomer.faults
             # They are dropped when the donors see the end of the streams, which is not told to anybody.
