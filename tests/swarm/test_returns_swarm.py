@@ -23,6 +23,7 @@ pytestmark = pytest.mark.swarm
 UNBOUNDED = {**PATIENT, "clip": 0.0}
 FIRST_LIE = 6  # the rounds before show how much losses scatter
 TOGETHER = ("--wait-for-peers", 5, "--experts", 2)
+SLOW = ("--upload-mbps", 0.5)  # so that the liar reduces most of what it may: a lie about a few parts may do no harm
 
 
 def first_return(peer: LocalPeer) -> Event:
@@ -44,9 +45,9 @@ def _dying_main(arguments: list[str]) -> int:
 def test_a_harmful_round_is_taken_back_and_a_peer_killed_in_the_middle_resumes(tmp_path: Path) -> None:
     with swarm(tmp_path, round=UNBOUNDED) as running:
         launch = running.launch
-        honest = [running.found(*TOGETHER), running.join(*TOGETHER), running.join(*TOGETHER)]
+        honest = [running.found(*TOGETHER, *SLOW), running.join(*TOGETHER, *SLOW), running.join(*TOGETHER, *SLOW)]
         running.launch = ForkServer(main=partial(_dying_main))
-        dying = running.join(*TOGETHER, name="dying")
+        dying = running.join(*TOGETHER, *SLOW, name="dying")
         running.launch = launch_lying("loud", FIRST_LIE)
         liar = running.join(*TOGETHER, "--seed", 9, name="liar")
         returns = [first_return(peer) for peer in honest]
@@ -61,7 +62,7 @@ def test_a_harmful_round_is_taken_back_and_a_peer_killed_in_the_middle_resumes(t
         assert sum(after) / len(after) < losses[harmed - 1] + 0.5
         assert dying.wait() != 0
         running.launch = launch
-        back = running.join("--experts", 2, name="dying")
+        back = running.join("--experts", 2, *SLOW, name="dying")
         liar.kill()
         common = back.wait_for("round", lambda event: event["round"] > number and event["peers"] >= 4)["round"]
         for peer in honest:
