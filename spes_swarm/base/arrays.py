@@ -1,4 +1,4 @@
-"""The type of fp32 arrays, their sum of squares, and vectors of them in memory that two processes share.
+"""The type of fp32 arrays, their sum of squares, scratch memory, and vectors in memory that two processes share.
 
 That memory is an anonymous file, in memory (memfd) or on a disk: it leaves no name behind, and the kernel frees it when
 its last user ends, however that happens. Pages that are never written take no memory. Those of a file on a disk need
@@ -10,19 +10,53 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float32]
 
 
+_PIECE = 1 << 16  # elements that are converted to fp64 at a time
+
+
+class _Scratch(threading.local):
+    """The arrays of one thread."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, NDArray[Any]] = {}
+
+
+_SCRATCH = _Scratch()
+
+
+def scratch(use: str, num_elements: int, dtype: npt.DTypeLike = np.float32) -> NDArray[Any]:
+    """Returns an uninitialised array, until this thread asks for the same use again.
+
+    To allocate the memory of a part anew takes as long as to compute it, since the kernel has to clear it.
+    """
+    found = _SCRATCH.arrays.get(use)
+    if found is None or len(found) < num_elements:
+        found = _SCRATCH.arrays[use] = np.empty(num_elements, dtype)
+    assert found.dtype == dtype
+    return found[:num_elements]
+
+
 def sum_of_squares(values: FloatArray) -> float:
     """Adds up the squares in fp64; infinite if they overflow."""
-    with np.errstate(over="ignore"):
-        return float(np.sum(np.square(values, dtype=np.float64)))
+    values_N, total = values.reshape(-1), 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, len(values_N), _PIECE):
+            piece_N = values_N[start : start + _PIECE]
+            exact_N = scratch("sum of squares", len(piece_N), np.float64)
+            exact_N[:] = piece_N
+            total += float(np.einsum("n,n->", exact_N, exact_N))
+    return total
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
 
 import numpy as np
@@ -122,3 +123,39 @@ def test_values_that_are_not_finite_are_refused(bad: float) -> None:
 def test_an_unknown_codec_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'zip'.*fp32.*fp16"):
         get_codec("zip")
+
+
+@every_codec
+@given(data=st.data())
+def test_the_energy_is_that_of_the_decoded_values(codec: Codec, data: st.DataObject) -> None:
+    """Of any bytes: a hostile scale is no power of two. What cannot be decoded has no energy either."""
+    size = data.draw(st.integers(1, 200))
+    encoded = data.draw(st.binary(min_size=codec.num_bytes(size), max_size=codec.num_bytes(size)))
+    try:
+        decoded_N = codec.decode(encoded, size)
+    except ProtocolError as exc:
+        with pytest.raises(ProtocolError, match=re.escape(str(exc))):
+            codec.energy(encoded, size)
+        return
+    out_N = np.full(size, np.nan, dtype=np.float32)
+    assert codec.decode(encoded, size, out_N) is out_N
+    assert out_N.tobytes() == decoded_N.tobytes()
+    expected = math.fsum(float(value) ** 2 for value in decoded_N)
+    assert codec.energy(encoded, size) == pytest.approx(expected, rel=1e-6, abs=0)
+
+
+def test_the_energy_of_a_part_whose_values_are_rounded_to_subnormal_ones() -> None:
+    """Otherwise a contribution that its reducer accepts would be too long for an auditor, who decodes it."""
+    codec = get_codec("int4")
+    encoded = struct.pack("<f", 2.0**-149) + struct.pack("<e", 0.501) + bytes([0x11]) * 32
+    expected = math.fsum(float(value) ** 2 for value in codec.decode(encoded, 64))
+    assert codec.energy(encoded, 64) == expected == 64 * 2.0**-298
+
+
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_a_signalling_nan_among_scales_is_refused_like_others(name: str) -> None:
+    codec = get_codec(name)
+    encoded = struct.pack("<f", 0.5) + struct.pack("<H", 0x7C01) + bytes(codec.num_bytes(64) - 6)
+    for read in (codec.decode, codec.energy):
+        with pytest.raises(ProtocolError, match="NaN or infinite"):
+            read(encoded, 64)

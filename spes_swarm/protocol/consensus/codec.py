@@ -8,18 +8,21 @@ Shapes: N elements of one part, in B blocks of K.
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import numpy as np
+from numpy.typing import NDArray
 
-from spes_swarm.base.arrays import FloatArray
+from spes_swarm.base.arrays import FloatArray, scratch, sum_of_squares
 from spes_swarm.base.errors import ConfigError, ProtocolError
+from spes_swarm.protocol.consensus.kernels import extremes, from_half, to_half
 
 _HEADER = np.dtype("<f4")  # the scale of a part
 _TOP_EXPONENT = 15  # of fp16
+_MAX_EXPONENT = 90  # far from where fp32 ends
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """Encodes differences to the reference."""
 
     name: str
@@ -27,21 +30,28 @@ class Codec(Protocol):
     # so that it is part of the next difference (error feedback).
     error_feedback: bool
 
+    @abstractmethod
     def num_bytes(self, num_elements: int) -> int:
         """Length of the encoding of `num_elements` values."""
 
+    @abstractmethod
     def encode(self, values_N: FloatArray) -> bytes:
         """Encodes finite fp32 values."""
 
-    def decode(self, data: bytes, num_elements: int) -> FloatArray:
-        """Decodes `num_elements` values, up to the codec's precision.
+    @abstractmethod
+    def decode(self, data: bytes, num_elements: int, out_N: FloatArray | None = None) -> FloatArray:
+        """Decodes `num_elements` values, up to the codec's precision, into `out_N` if it is given.
 
         Raises:
             ProtocolError: (`shape`) the length is wrong; (`nonfinite`) a value is NaN or infinite.
         """
 
+    def energy(self, data: bytes, num_elements: int) -> float:
+        """The sum of squares of the decoded values; raises what `decode` does."""
+        return sum_of_squares(self.decode(data, num_elements, scratch("energy", num_elements)))
 
-class Fp32:
+
+class Fp32(Codec):
     """Plain little-endian fp32: exact."""
 
     name = "fp32"
@@ -55,13 +65,17 @@ class Fp32:
         """See Codec.encode."""
         return values_N.astype("<f4", copy=False).tobytes()
 
-    def decode(self, data: bytes, num_elements: int) -> FloatArray:
+    def decode(self, data: bytes, num_elements: int, out_N: FloatArray | None = None) -> FloatArray:
         """See Codec.decode."""
         _check_length(data, self.num_bytes(num_elements), self.name)
-        return _check_finite(np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False))
+        values_N = _check_finite(np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False))
+        if out_N is None:
+            return values_N
+        out_N[:] = values_N
+        return out_N
 
 
-class Fp16:
+class Fp16(Codec):
     """Half precision with one power-of-two scale per part.
 
     The scale maps the largest magnitude to [2^14, 2^15), so that large values do not overflow and the tiny differences
@@ -77,20 +91,24 @@ class Fp16:
 
     def encode(self, values_N: FloatArray) -> bytes:
         """See Codec.encode."""
-        scale = _part_scale(values_N)
-        halves_N = (values_N / scale).astype("<f2")
-        return np.array([scale], dtype=_HEADER).tobytes() + halves_N.tobytes()
+        peak = float(max(np.max(values_N, initial=0.0), -np.min(values_N, initial=0.0)))
+        scale = _part_scale(peak)
+        scaled_N = np.divide(values_N, scale, out=scratch("fp16", len(values_N)))
+        return np.array([scale], dtype=_HEADER).tobytes() + to_half(scaled_N).astype("<f2", copy=False).tobytes()
 
-    def decode(self, data: bytes, num_elements: int) -> FloatArray:
+    def decode(self, data: bytes, num_elements: int, out_N: FloatArray | None = None) -> FloatArray:
         """See Codec.decode."""
         _check_length(data, self.num_bytes(num_elements), self.name)
         scale = _read_part_scale(data, self.name)
         halves_N = np.frombuffer(data, dtype="<f2", offset=_HEADER.itemsize)
+        values_N = np.empty(num_elements, np.float32) if out_N is None else out_N
+        from_half(halves_N.astype(np.float16, copy=False), values_N)
         with np.errstate(over="ignore", invalid="ignore"):  # the result is checked
-            return _check_finite(halves_N.astype(np.float32) * scale)
+            values_N *= scale
+        return _check_finite(values_N)
 
 
-class BlockInteger:
+class BlockInteger(Codec):
     """Integers of 4 or 8 bits with one fp16 scale per block of 64 elements, and one power-of-two scale per part.
 
     The scale of a block is signed: it maps the element of the largest magnitude to the lowest code, because two's
@@ -115,6 +133,8 @@ class BlockInteger:
         # For each byte, the values of the codes in it.
         byte_codes = (np.arange(256)[:, None] >> (bits * np.arange(self._per_byte))) & ((1 << bits) - 1)
         values = (((byte_codes - self._lowest) % (1 << bits)) + self._lowest).astype(np.float32)
+        if bits == 4:
+            self._squares_of_byte = np.sum(np.square(values), axis=1).astype(np.uint8).tobytes()
         self._values_of_byte = values.view(f"u{4 * self._per_byte}").reshape(-1)  # of one byte as one number
 
     def num_bytes(self, num_elements: int) -> int:
@@ -124,31 +144,75 @@ class BlockInteger:
 
     def encode(self, values_N: FloatArray) -> bytes:
         """See Codec.encode."""
-        part_scale = _part_scale(values_N)
-        num_elements = len(values_N)
-        values_BK = np.zeros((-(-num_elements // self._block), self._block), dtype=np.float32)
-        np.divide(values_N, part_scale, out=values_BK.reshape(-1)[:num_elements])
-        highest_B, lowest_B = values_BK.max(axis=1), values_BK.min(axis=1)
+        num_elements, num_blocks = len(values_N), -(-len(values_N) // self._block)
+        if num_elements % self._block:
+            padded_N = scratch("padded", num_blocks * self._block)
+            padded_N[:num_elements], padded_N[num_elements:] = values_N, 0
+            values_N = padded_N
+        values_BK = values_N.reshape(num_blocks, self._block)
+        highest_B, lowest_B = extremes(values_BK)
+        peak = float(max(np.max(highest_B, initial=0.0), -np.min(lowest_B, initial=0.0)))
+        part_scale = step_scale = _part_scale(peak)
+        if not _scales_exactly(part_scale):
+            values_BK, highest_B, lowest_B = values_BK / part_scale, highest_B / part_scale, lowest_B / part_scale
+            step_scale = np.float32(1)
         step_B = np.where(highest_B > -lowest_B, highest_B, lowest_B) / np.float32(self._lowest)
         step_B[step_B == 0] = 1
+        codes_BK = scratch("codes", values_BK.size).reshape(values_BK.shape)
         with np.errstate(invalid="ignore"):  # a block with NaN has the scale NaN, which is refused
+            np.divide(values_BK, step_B[:, None], out=codes_BK)
+            np.rint(codes_BK, out=codes_BK)
             # The other end of the range has one code fewer.
-            codes_BK = np.clip(np.rint(values_BK / step_B[:, None]), self._lowest, -self._lowest - 1)
+            np.minimum(codes_BK, np.float32(-self._lowest - 1), out=codes_BK)
             energy_B = np.einsum("bk,bk->b", codes_BK, codes_BK)
-            scale_B = np.einsum("bk,bk->b", codes_BK, values_BK) / np.maximum(energy_B, 1)
-            codes_N = codes_BK.astype(np.int8).reshape(-1)[:num_elements].view(np.uint8)
+            scale_B = np.einsum("bk,bk->b", codes_BK, values_BK) / (np.maximum(energy_B, 1) * step_scale)
+            codes_N = scratch("integers", codes_BK.size, np.int8)
+            codes_N.reshape(codes_BK.shape)[...] = codes_BK
+        codes_N = codes_N.view(np.uint8)
+        num_bytes = -(-num_elements // self._per_byte)
         if self._per_byte == 2:
-            codes_N = np.pad(codes_N, (0, num_elements % 2)) & 15
-            codes_N = codes_N[0::2] | codes_N[1::2] << 4
+            pairs_N = codes_N.view("<u2")  # the first code of each pair is in the low byte
+            codes_N = (pairs_N & 15 | pairs_N >> 4 & 0xF0).astype(np.uint8)
         header = np.array([part_scale], dtype=_HEADER)
-        return b"".join(array.tobytes() for array in (header, scale_B.astype(self._scale), codes_N))
+        return b"".join(array.tobytes() for array in (header, scale_B.astype(self._scale), codes_N[:num_bytes]))
 
-    def decode(self, data: bytes, num_elements: int) -> FloatArray:
+    def decode(self, data: bytes, num_elements: int, out_N: FloatArray | None = None) -> FloatArray:
         """See Codec.decode.
 
         Raises:
             ProtocolError: (`malformed`) the unused half of the last byte is not zero.
         """
+        part_scale, scale_B, packed = self._read(data, num_elements)
+        codes_N = scratch("codes", len(packed) * self._per_byte)
+        # No byte is beyond the table. numpy would copy all to check that first.
+        self._values_of_byte.take(packed, out=codes_N.view(self._values_of_byte.dtype), mode="clip")
+        values_N = np.empty(num_elements, np.float32) if out_N is None else out_N
+        is_exact, whole = _scales_exactly(part_scale), num_elements // self._block * self._block
+        with np.errstate(over="ignore", invalid="ignore"):  # the result is checked
+            factor_B = scale_B * part_scale if is_exact else scale_B
+            # Exact: a code and an fp16 number have at most 19 bits together.
+            blocks_BK = codes_N[:whole].reshape(-1, self._block)
+            np.multiply(blocks_BK, factor_B[: len(blocks_BK), None], out=values_N[:whole].reshape(-1, self._block))
+            if whole < num_elements:
+                np.multiply(codes_N[whole:num_elements], factor_B[-1], out=values_N[whole:])
+            if not is_exact:
+                values_N *= part_scale
+        return values_N if self._is_finite(part_scale, scale_B) else _check_finite(values_N)
+
+    def energy(self, data: bytes, num_elements: int) -> float:
+        """See Codec.energy."""
+        part_scale, scale_B, packed = self._read(data, num_elements)
+        if self._per_byte == 1 or not (_scales_exactly(part_scale) and self._is_finite(part_scale, scale_B)):
+            return super().energy(data, num_elements)
+        squares = np.frombuffer(packed.tobytes().translate(self._squares_of_byte), np.uint8)
+        whole, per_block = num_elements // self._block, self._block // self._per_byte
+        squares_B = np.empty(len(scale_B))
+        np.sum(squares[: whole * per_block].reshape(-1, per_block), axis=1, dtype=np.uint16, out=squares_B[:whole])
+        squares_B[whole:] = np.sum(squares[whole * per_block :], dtype=np.int64)
+        return float(np.sum(squares_B * np.square(scale_B.astype(np.float64)))) * float(part_scale) ** 2
+
+    def _read(self, data: bytes, num_elements: int) -> tuple[np.float32, FloatArray, NDArray[np.uint8]]:
+        """The scales of a part and its blocks, and the packed codes."""
         _check_length(data, self.num_bytes(num_elements), self.name)
         part_scale = _read_part_scale(data, self.name)
         num_blocks = -(-num_elements // self._block)
@@ -156,22 +220,25 @@ class BlockInteger:
         packed = np.frombuffer(data, dtype=np.uint8, offset=_HEADER.itemsize + self._scale.itemsize * num_blocks)
         if num_elements % self._per_byte and packed[-1] >> 4:
             raise ProtocolError("malformed", f"the unused bits of an {self.name} part are not zero")
-        values_N = np.zeros(num_blocks * self._block, dtype=np.float32)
-        codes_N = self._values_of_byte.take(packed).view(np.float32)
-        values_N[: len(codes_N)] = codes_N
-        with np.errstate(over="ignore", invalid="ignore"):  # the result is checked
-            values_BK = values_N.reshape(num_blocks, self._block)
-            values_BK *= scale_B[:, None]  # exact: a code and an fp16 number have at most 19 bits together
-            values_N *= part_scale
-        return _check_finite(values_N[:num_elements])
+        return part_scale, scale_B, packed
+
+    def _is_finite(self, part_scale: np.float32, scale_B: FloatArray) -> bool:
+        """Returns True if no codes give an infinite value or NaN."""
+        largest = -self._lowest * float(part_scale) * float(np.max(np.abs(scale_B), initial=0.0))
+        return largest < float(np.finfo(np.float32).max)
 
 
-def _part_scale(values_N: FloatArray) -> np.float32:
-    """The power of two that, as a divisor, brings the largest magnitude to [2^14, 2^15), for fp16."""
-    peak = float(np.max(np.abs(values_N), initial=0.0))
+def _part_scale(peak: float) -> np.float32:
+    """The power of two that, as a divisor, brings the largest magnitude, `peak`, to [2^14, 2^15), for fp16."""
     # frexp gives peak = m * 2^e with m in [0.5, 1); clipped so that the scale itself is a normal fp32 number.
     exponent = int(np.clip(np.frexp(peak)[1] - _TOP_EXPONENT, -126, 126)) if peak > 0 else 0
     return np.float32(2.0**exponent)
+
+
+def _scales_exactly(part_scale: np.float32) -> bool:
+    """Returns True if multiplying by it is exact, so that it does not matter when that is done."""
+    mantissa, exponent = np.frexp(part_scale)
+    return bool(mantissa == 0.5 and abs(exponent) <= _MAX_EXPONENT)
 
 
 def _read_part_scale(data: bytes, name: str) -> np.float32:
