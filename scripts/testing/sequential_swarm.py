@@ -311,6 +311,8 @@ class SequentialSwarm:
             )
             for index, peer in enumerate(self.peers)
         ]
+        for state in states:
+            state.reduction.complete_all()
         payload_bytes = _exchange(states)
         shortened = {c.member for block in plan.blocks.values() for c in block.contributions if c.scale < _SHORTENED}
         faults = 0

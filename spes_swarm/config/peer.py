@@ -89,7 +89,9 @@ class PeerConfig(Section):
     device: Annotated[str, Pattern(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")] = setting(
         "auto", "where to train", "auto|cpu|cuda|cuda:N", group="its steps"
     )
-    num_threads: Annotated[int, Range(1, 2**12)] | None = setting(None, "CPU threads; otherwise torch decides", "N")
+    num_threads: Annotated[int, Range(1, 2**12)] | None = setting(
+        None, "CPU threads, also for exchanges (at most 8); otherwise torch decides, and exchanges have 2", "N"
+    )
     batch_size: BatchSize | None = setting(None, "sequences in a local step; otherwise the run's number", "N")
     micro_batch_size: Annotated[str, Pattern(r"auto|[1-9][0-9]{0,6}", "auto or a number of sequences")] = setting(
         "auto",

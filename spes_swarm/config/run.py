@@ -272,7 +272,7 @@ class RoundConfig(Section):
     expert_every: Count = 1
     codec: str = "fp16"  # encoding of differences to the reference: fp32, fp16, int8 or int4
     result_codec: str | None = None  # encoding of the averages of several contributions; None = `codec`
-    part_elements: Annotated[int, Range(1, 2**20)] = 65536  # values per part, the unit of transfer
+    part_elements: Annotated[int, Range(1, 2**20)] = 2**18  # values per part, the unit of transfer
     window_s: Positive = 10.0  # how long a rendezvous waits for live peers that have not arrived
     stall_timeout_s: Positive = 10.0  # a peer that sends no byte for this long counts as dead
     timeout_s: Positive = 300.0  # for a whole exchange; parts still missing stay at the old reference

@@ -36,6 +36,7 @@ from spes_swarm.network.run_services import RunServices
 from spes_swarm.network.transport.daemon import Daemon, bootstrap, remove_stale_sockets
 from spes_swarm.port.commands import Commands, Notification, ProcessCommands, RunCommands
 from spes_swarm.port.messages import Command, Reply, RunSettings
+from spes_swarm.protocol.consensus.kernels import use_one_thread
 from spes_swarm.protocol.members.identity import Identity
 
 _WATCH_S = 1.0
@@ -252,4 +253,5 @@ def run_network_process(pipe: Connection, identity_path: Path, trainer_pid: int)
     os.setsid()  # Ctrl-C is for the trainer, which then tells this process to leave
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    use_one_thread()  # of torch's, in each of the threads that compute
     asyncio.run(NetworkProcess(pipe, Identity.load_or_create(identity_path)).serve())

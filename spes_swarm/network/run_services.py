@@ -57,7 +57,8 @@ class RunServices:
         known_peers = KnownPeers(settings.initial_peers)
         self.greeter = PeerGreeter(rpc, state.roster, known_peers, self._own_maddrs, daemon.connections)
         discovery = self._discovery = Discovery(state, door, self.greeter, announcer, proofs, on_fault)
-        exchange = Exchange(transport, rpc, state.run_id, ExchangeLimits.of(run.round), on_fault, guests)
+        limits, num_threads = ExchangeLimits.of(run.round), settings.num_threads
+        exchange = Exchange(transport, rpc, state.run_id, limits, on_fault, guests, num_threads)
         audits = Audits(transport, state, on_fault, guests, lambda: exchange.current, proofs)
         stall_s, upload_mbps = run.round.stall_timeout_s, settings.upload_mbps
         transfer = Transfer(transport, rpc, state.run_id, state.reference, stall_s, on_fault, guests, upload_mbps)

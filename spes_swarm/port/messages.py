@@ -127,6 +127,7 @@ class RunSettings:
     bandwidth_mbps: float
     initial_peers: tuple[str, ...]
     upload_mbps: float | None = None  # declared by the user; transfers to newcomers stay below it
+    num_threads: int | None = None  # for what exchanges compute; None: a few
     admission: bytes = b""  # of this peer; see protocol/admission/grants.py
     acts: Path | None = None  # the file of acts; see storage/acts_file.py
     proofs: Path | None = None  # the folder of proofs; see storage/proofs.py

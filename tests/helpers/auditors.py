@@ -85,6 +85,8 @@ def exchanged(
         )
         for i, m in enumerate(members)
     ]
+    for state in states:
+        state.reduction.complete_all()
     for sender in states:
         for target in states:
             for part in plan.pushes(sender.me, target.me):

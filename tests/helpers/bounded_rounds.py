@@ -12,7 +12,7 @@ from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.rounds.plan import Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
-from tests.helpers.rounds import BOUNDED, KEY, FakePeer, form, peer, small_layout
+from tests.helpers.rounds import BOUNDED, KEY, FakePeer, form, open_round, peer, small_layout
 
 CLIP = 1.5
 HOSTILE = 4
@@ -68,4 +68,4 @@ def states_of(peers: list[FakePeer], number: int = 1) -> tuple[Plan, list[RoundS
     group = form(peers, number)
     plan = make_plan(group, peers[0].reference.layout, 1024, clip=CLIP)
     codec = get_codec("fp16")
-    return plan, [RoundState(group, plan, i, p.reference, p.live_N, codec, BOUNDED, KEY) for i, p in enumerate(peers)]
+    return plan, [open_round(group, plan, i, p.reference, p.live_N, codec, BOUNDED, KEY) for i, p in enumerate(peers)]

@@ -28,7 +28,7 @@ from spes_swarm.network.round.audits import Audits
 from spes_swarm.protocol.averaging.commitments import Commitment
 from spes_swarm.protocol.averaging.signed_result import encode
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
-from spes_swarm.protocol.rounds.plan import Form, Part, Plan
+from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
 from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.results import Results
 from spes_swarm.protocol.rounds.round_state import RoundState
@@ -74,10 +74,14 @@ def lying_state(kind: str, first_round: int = 0) -> type[RoundState]:
             chosen = kind != "some" or (part.index + self.plan.round) % 10 == 0
             return values(mean_N) if lies(self.plan) and chosen else mean_N
 
+        def _is_result(self, part: Part, contribution: Contribution) -> bool:
+            return not lies(self.plan) and super()._is_result(part, contribution)
+
         def accept(self, member: int, frame: Frame) -> None:
             victim = next(i for i in range(self.plan.num_members) if i != self.me)
             if kind == "dropping" and lies(self.plan) and member == victim:
                 self.give_up(member)
+                self.complete_all()
             else:
                 super().accept(member, frame)
 

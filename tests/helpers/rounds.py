@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
+from typing import Any
 
 from spes_swarm.base.arrays import FloatArray
 from spes_swarm.protocol.averaging.commitments import SigningKey
@@ -132,6 +133,13 @@ def form(peers: Sequence[FakePeer], round_number: int) -> Group:
     return form_group(RUN_ID, round_number, statements, num_blocks, lambda peer_id, statement: most_weight[peer_id])
 
 
+def open_round(*args: Any, **kwargs: Any) -> RoundState:
+    """A member's round, in which it has taken in its own contributions."""
+    state = RoundState(*args, **kwargs)
+    state.reduction.complete_all()
+    return state
+
+
 def hold_round(
     peers: Sequence[FakePeer],
     round_number: int,
@@ -151,7 +159,7 @@ def hold_round(
     bounds = BOUNDED if clip else UNBOUNDED
     codecs = get_codec(codec), get_codec(result_codec or codec)
     states = [
-        RoundState(group, plan, i, p.reference, p.live_N, codecs[0], bounds, KEY, TrackRecords(), codecs[1], p.previous)
+        open_round(group, plan, i, p.reference, p.live_N, codecs[0], bounds, KEY, TrackRecords(), codecs[1], p.previous)
         for i, p in enumerate(peers)
     ]
     for sender, state in enumerate(states):
@@ -164,6 +172,7 @@ def hold_round(
     for target in states:
         for member in target.reduction.outstanding():
             target.reduction.give_up(member)
+        target.reduction.complete_all()
     for receiver, state in enumerate(states):
         for index, part in state.results.wanted.items():
             if part.reducer != receiver:

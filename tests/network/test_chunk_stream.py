@@ -167,7 +167,10 @@ def test_copies_keep_what_a_commit_changes_until_they_are_dropped() -> None:
     async def test() -> None:
         reference = small_reference()
         copies = Copies(reference, max_bytes=3 * CHUNK_BYTES + 300_000)
-        before = {chunk.index: (reference.digest_of(chunk), copies.encode(chunk)) for chunk in CHUNKS[:4]}
+        before = {
+            chunk.index: (reference.digest_of(chunk), copies.encode(chunk, reference.digest_of(chunk)))
+            for chunk in CHUNKS[:4]
+        }
         await copies.add(0)
         await copies.add(1)
         await copies.add(2)  # no room
@@ -187,6 +190,19 @@ def test_copies_keep_what_a_commit_changes_until_they_are_dropped() -> None:
         assert not copies._num_bytes
 
     asyncio.run(test())
+
+
+def test_a_chunk_that_a_commit_changes_is_not_encoded() -> None:
+    reference = small_reference()
+    copies, (first, *_) = Copies(reference, max_bytes=1), CHUNKS
+    digest = reference.digest_of(first)
+    assert copies.encode(first, bytes(32)) is None
+    reference.changing = frozenset({first.block})
+    assert copies.encode(first, digest) is None
+    asyncio.run(copies.add(first.block))
+    assert copies.get(first.block, digest) is None
+    reference.finish(1, [])
+    assert copies.encode(first, digest) is not None
 
 
 def test_one_block_is_copied_however_large_it_is() -> None:

@@ -46,7 +46,7 @@ def two_members() -> RoundState:
     peers = [rounds.peer(layout, values_N, held) for held in ((0, 1), (1, 2))]
     group = rounds.form(peers, 1)
     plan = make_plan(group, layout, 64, clip=0.0, experts=True)
-    return RoundState(
+    return rounds.open_round(
         group, plan, 0, peers[0].reference, peers[0].live_N, get_codec("fp32"), rounds.UNBOUNDED, rounds.KEY
     )
 

@@ -17,7 +17,7 @@ from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
 from tests.helpers.lone_trainer import run_config
-from tests.helpers.rounds import KEY, FakePeer, form, identities
+from tests.helpers.rounds import KEY, FakePeer, form, identities, open_round
 from tests.helpers.run_settings import settings_without_trainer
 from tests.helpers.tiny_model import tiny_layout
 
@@ -38,9 +38,10 @@ def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
         return form([member, member], statement.round)
 
     async def exchange(state: RoundState, *_: Any) -> CommitReport:
+        state.reduction.complete_all()
         assert run.is_member(newcomer.peer_id)  # its slots are reserved although it has delivered nothing so far
         if state.plan.round == 4:
-            other = RoundState(
+            other = open_round(
                 state.group, state.plan, 1, run.reference, run.contribution_N, state.codec, state.bounds, KEY
             )
             for one, two in ((state, other), (other, state)):

@@ -29,7 +29,7 @@ from tests.helpers.bounded_rounds import (
     train,
     trained,
 )
-from tests.helpers.rounds import BOUNDED, KEY, FakePeer, form, hold_round, small_layout
+from tests.helpers.rounds import BOUNDED, KEY, FakePeer, form, hold_round, open_round, small_layout
 from tests.helpers.signing import signed_result, signed_roots
 
 
@@ -269,7 +269,7 @@ def accepted_from_afar(last_commit: int | None, apart: float = 1.0) -> list[tupl
     met = TrackRecords()
     if last_commit is not None:
         met.committed(last_commit, [(states[0].group.members[HOSTILE].peer_id, 1.0)], set())
-    state = RoundState(
+    state = open_round(
         states[0].group, plan, 0, peers[0].reference, peers[0].live_N, states[0].codec, BOUNDED, KEY, tracks=met
     )
     counted = []

@@ -19,7 +19,7 @@ from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
-from tests.helpers.rounds import KEY, UNBOUNDED, FakePeer, form, hold_round, peer, small_layout
+from tests.helpers.rounds import KEY, UNBOUNDED, FakePeer, form, hold_round, open_round, peer, small_layout
 from tests.helpers.signing import resigned_contribution, resigned_result, signed_result, signed_roots
 
 HOSTILE = 2  # index of the hostile member among three
@@ -109,7 +109,7 @@ def three_peers(codec: str = "fp16") -> tuple[list[FakePeer], Plan, list[RoundSt
     group = form(peers, 1)
     plan = make_plan(group, layout, 64)
     states = [
-        RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), UNBOUNDED, KEY) for i, p in enumerate(peers)
+        open_round(group, plan, i, p.reference, p.live_N, get_codec(codec), UNBOUNDED, KEY) for i, p in enumerate(peers)
     ]
     return peers, plan, states
 
@@ -123,6 +123,7 @@ def finish(plan: Plan, states: list[RoundState], *, hostile_results: Callable[[i
                 target.reduction.accept(sender.me, sender.contributions.push_frame(part))
     for target in honest:
         target.reduction.give_up(HOSTILE)
+        target.reduction.complete_all()
         assert not target.reduction.outstanding()
     for receiver in honest:
         for index, part in receiver.results.wanted.items():
@@ -261,9 +262,9 @@ def test_a_peer_whose_own_weights_are_nan_spoils_nothing(codec: str) -> None:
     peers[HOSTILE].live_N[:] = math.nan
     group = form(peers, 1)
     states = [
-        RoundState(group, plan, i, p.reference, p.live_N, get_codec(codec), UNBOUNDED, KEY) for i, p in enumerate(peers)
+        open_round(group, plan, i, p.reference, p.live_N, get_codec(codec), UNBOUNDED, KEY) for i, p in enumerate(peers)
     ]
-    assert {error.kind for error in states[HOSTILE].reduction.own_faults} == {"norm"}
+    assert {error.kind for error in states[HOSTILE].reduction.own_faults} == {"nonfinite"}
     for sender in states:
         for target in states:
             for part in plan.pushes(sender.me, target.me):
@@ -393,7 +394,7 @@ def split_peers() -> tuple[Plan, list[RoundState]]:
     peers[HOSTILE].reference.finish(1, [(0, 1)])
     group = form(peers, 2)
     plan = make_plan(group, peers[0].reference.layout, 64)
-    states = [RoundState(group, plan, i, p.reference, p.live_N, CODEC, UNBOUNDED, KEY) for i, p in enumerate(peers)]
+    states = [open_round(group, plan, i, p.reference, p.live_N, CODEC, UNBOUNDED, KEY) for i, p in enumerate(peers)]
     return plan, states
 
 

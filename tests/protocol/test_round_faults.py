@@ -7,10 +7,9 @@ import pytest
 
 from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.plan import Form, Plan
-from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.track_record import NUM_FIRST_COMMITS, TrackRecords
 from tests.helpers.bounded_rounds import HOLDINGS, HOSTILE, LARGE, STEP, add_noise, states_of, swarm, train
-from tests.helpers.rounds import BOUNDED, KEY, hold_round
+from tests.helpers.rounds import BOUNDED, KEY, hold_round, open_round
 
 
 def named(plan: Plan, left: dict[int, float], new: set[int] | None = None) -> list[int]:
@@ -38,7 +37,7 @@ def test_a_member_is_named_for_pulling_aside_in_the_second_round_of_it() -> None
             peers[HOSTILE].live_N[:] = peers[HOSTILE].reference.values_N
             add_noise(peers[HOSTILE], STEP)  # of the usual length, and in no direction that the others know
         plan, states = states_of(peers, number + 1)
-        state = RoundState(
+        state = open_round(
             states[0].group, plan, 0, peers[0].reference, peers[0].live_N, states[0].codec, BOUNDED, KEY, tracks=met
         )
         for sender in states[1:]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from spes_swarm.protocol.consensus.codec import EXACT, get_codec
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.outcome import Bounds
 from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
+from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.track_record import TrackRecords
-from tests.helpers.rounds import BOUNDED, KEY, UNBOUNDED, FakePeer, form, peer, small_layout
+from tests.helpers.rounds import BOUNDED, KEY, UNBOUNDED, FakePeer, form, open_round, peer, small_layout
 from tests.helpers.signing import resigned_contribution, signed_result, signed_roots
 from tests.helpers.swarm import TINY_RUN, merged
 
@@ -46,7 +48,7 @@ def begun(
     group = form(peers, number)
     plan = make_plan(group, LAYOUT, 32, clip=clip)
     codec = get_codec("fp32")
-    return plan, [RoundState(group, plan, i, p.reference, p.live_N, codec, bounds, KEY) for i, p in enumerate(peers)]
+    return plan, [open_round(group, plan, i, p.reference, p.live_N, codec, bounds, KEY) for i, p in enumerate(peers)]
 
 
 def contribute(plan: Plan, states: list[RoundState]) -> None:
@@ -63,6 +65,35 @@ def distribute(states: list[RoundState]) -> None:
                 frame = states[part.reducer].results.frame(index, receiver.me)
                 assert frame is not None
                 receiver.results.store(frame)
+
+
+def test_a_contribution_that_is_being_checked_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, states = begun(trained_peers())
+    reduction, checked = states[0].reduction, Reduction._checked
+
+    def check_slowly(self: Reduction, *args: Any) -> Any:
+        owed = reduction.outstanding()[1]
+        assert part.index not in owed
+        assert reduction.give_up(1) == len(owed) > 0
+        return checked(self, *args)
+
+    part = plan.pushes(1, 0)[0]
+    monkeypatch.setattr(Reduction, "_checked", check_slowly)
+    reduction.accept(1, states[1].contributions.push_frame(part))
+    monkeypatch.undo()
+    reduction.give_up(2)
+    reduction.complete_all()
+    assert 1 in states[0].results.known[part.index].included
+
+
+def test_what_is_averaged_after_a_commit_has_begun_is_not_committed() -> None:
+    plan, states = begun(trained_peers())
+    contribute(plan, states)
+    late = next(index for index, part in states[0].results.wanted.items() if part.reducer == 0)
+    result = states[0].results.known.pop(late)
+    applied = states[0].apply()
+    states[0].results.known[late] = result
+    assert states[0].finish(applied).parts_missing == 1 + sum(p.reducer != 0 for p in states[0].results.wanted.values())
 
 
 @pytest.mark.parametrize(("clip", "bounded"), [(0.0, False), (0.5, True), (1.5, True)])
@@ -181,6 +212,7 @@ def test_work_that_was_left_out_is_carried_over_to_wherever_the_reference_goes()
                 target.reduction.accept(sender.me, sender.contributions.push_frame(part))
     for target in states[:2]:
         target.reduction.give_up(2)
+        target.reduction.complete_all()
     distribute(states)
     states[2].commit()
     new_N = peers[2].reference.values_N

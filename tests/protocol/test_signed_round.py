@@ -33,7 +33,7 @@ from spes_swarm.protocol.rounds.outcome import Bounds
 from spes_swarm.protocol.rounds.plan import Part, Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group
-from tests.helpers.rounds import BOUNDED, UNBOUNDED, FakePeer, form, identities, peer, small_layout
+from tests.helpers.rounds import BOUNDED, UNBOUNDED, FakePeer, form, identities, open_round, peer, small_layout
 from tests.helpers.signing import resigned_contribution, resigned_result, signed_result, signed_roots
 
 LAYOUT = small_layout(4, shared=2400)
@@ -66,7 +66,7 @@ def begun(
     plan = make_plan(group, LAYOUT, 40, clip=1.5 if bounds.bounded else 0.0)
     codecs = get_codec(codec), get_codec(result_codec or codec)
     states = [
-        RoundState(group, plan, i, p.reference, p.live_N, codecs[0], bounds, keys[i], result_codec=codecs[1])
+        open_round(group, plan, i, p.reference, p.live_N, codecs[0], bounds, keys[i], result_codec=codecs[1])
         for i, p in enumerate(peers)
     ]
     return plan, states
@@ -362,7 +362,7 @@ def test_each_signed_root_goes_over_a_stream_once() -> None:
 def begun_like(states: list[RoundState], member: int) -> RoundState:
     """A member as it was when the exchange began."""
     state = states[member]
-    return RoundState(
+    return open_round(
         state.group, state.plan, member, state.reference, state.live_N, state.codec, state.bounds, state.key
     )
 

@@ -165,7 +165,7 @@ def test_strangers_do_not_decide_what_is_restored() -> None:
     for index in (0, 1):
         peers[index].vouched = vouchers({}, [name for name in names[:2] if name != names[index]])
     for each in peers[2:]:
-        each.reference._versions = [1] * len(LAYOUT.blocks)
+        each.reference.adopt(each.reference.round, [1] * len(LAYOUT.blocks))
         each.previous._after = each.reference.digest  # it says that it has what was before
     vote(peers, True, True, True, True, True)
     assert hold_round(peers, 3)[0].taken_back is not None

@@ -11,10 +11,11 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -38,6 +39,9 @@ from spes_swarm.protocol.rounds.round_state import RoundState
 _MAX_PUSH_HELLO_BYTES = 1024
 _MAX_PULL_HELLO_BYTES = 2 << 20
 _GROUP_ID_BYTES = 32
+_NUM_THREADS, _MAX_THREADS = 2, 8  # more would wait for the daemon, or for each other
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -45,8 +49,16 @@ class Exchange:
     """Serves the round streams of one run and drives this member's side of a round."""
 
     def __init__(
-        self, transport: Transport, rpc: Rpc, run_id: str, limits: ExchangeLimits, on_fault: FaultSink, guests: Guests
+        self,
+        transport: Transport,
+        rpc: Rpc,
+        run_id: str,
+        limits: ExchangeLimits,
+        on_fault: FaultSink,
+        guests: Guests,
+        num_threads: int | None = None,
     ) -> None:
+        """`num_threads`: how many threads encode, decode and average."""
         self._transport = transport
         self._rpc = rpc
         self._limits = limits
@@ -61,6 +73,8 @@ class Exchange:
         self._reduced = Changes()  # notified when a part of this round has been reduced here
         self._served = Changes()  # notified when a member of this round has been served
         self._last_heard: dict[int, float] = {}  # by member, in this round
+        self._completing: list[asyncio.Task[None]] = []  # of this round
+        self._workers = ThreadPoolExecutor(min(num_threads or _NUM_THREADS, _MAX_THREADS), "spes-exchange")
 
     async def start(self) -> None:
         """Registers the handlers."""
@@ -79,8 +93,6 @@ class Exchange:
             RoundError: nothing was committed; the reference and the contribution are unchanged.
         """
         self._begin(state, slack_s)
-        if state.reduction.own_faults:
-            self.on_fault(state.group.members[state.me].peer_id, state.reduction.own_faults[0])
         in_time = True
         late = asyncio.get_running_loop().call_later(self.deadlines(state).collect_s, on_late)
         try:
@@ -90,7 +102,7 @@ class Exchange:
             in_time = False
         finally:
             late.cancel()
-        self._report(state, state.results.refuse_excessive())
+        self._report(state, await self._compute(state.results.refuse_excessive))
         self._report(state, state.reduction.clipped())
         missing = state.results.missing()
         did_not_come = [state.results.wanted[i] for i in missing if i not in state.results.excessive]
@@ -98,7 +110,32 @@ class Exchange:
         if missing and not in_time:
             raise RoundError(f"{plural(len(missing), 'part')} missing after {self._limits.timeout_s:.0f} s")
         self._record_conduct(state)
-        return state.commit()
+        return await self._commit(state)
+
+    async def _commit(self, state: RoundState) -> CommitReport:
+        """Commits in another thread. Once that has begun, the round can no longer be cancelled."""
+        committing = asyncio.ensure_future(self._compute(state.apply))
+        while not committing.done():
+            try:
+                await asyncio.shield(committing)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                assert task is not None
+                task.uncancel()
+        return state.finish(committing.result())
+
+    async def _compute(self, work: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        """Does what takes milliseconds in another thread, so that this peer answers others meanwhile.
+
+        If it is cancelled, it ends when the work has: nothing is changed behind the back of whoever goes on.
+        """
+        done = asyncio.get_running_loop().run_in_executor(self._workers, partial(work, *args, **kwargs))
+        try:
+            return await asyncio.shield(done)
+        finally:
+            while not done.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([done])
 
     def deadlines(self, state: RoundState) -> Deadlines:
         """The deadlines of a round's exchange."""
@@ -130,9 +167,11 @@ class Exchange:
         """Starts serving the streams of this round."""
         self._round, self._timing = state, Timing(state.plan, state.me, slack_s)
         self._open.clear()
+        self._completing.clear()
         state.tracks.conduct.begin(member.peer_id for i, member in enumerate(state.group.members) if i != state.me)
         self._last_heard = dict.fromkeys(range(state.plan.num_members), time.monotonic())
-        state.reduction.on_reduced = self._reduced.notify
+        loop = asyncio.get_running_loop()
+        state.reduction.on_reduced = partial(loop.call_soon_threadsafe, self._reduced.notify)
         self._begun.notify()
 
     def _report(self, state: RoundState, faults: list[tuple[int, ProtocolError]]) -> None:
@@ -175,6 +214,7 @@ class Exchange:
         finally:
             for task in (*tasks, watch):
                 task.cancel()
+            await asyncio.wait(tasks)  # for the pieces of work that they have begun
             state.finished = True
 
     @asynccontextmanager
@@ -210,16 +250,29 @@ class Exchange:
                 open_channel(self._transport, peer_id, self._push_name, self._limits.stall_timeout_s) as channel,
             ):
                 await channel.send_hello(group=state.group.id)
-                for part in parts:
-                    frame = state.contributions.push_frame(part)
-                    await channel.send(frame)
-                    state.payload_bytes_sent += len(frame.payload)
+                async with aclosing(self._ahead(state.contributions.push_frame, parts)) as frames:
+                    async for frame in frames:
+                        await channel.send(frame)
+                        state.payload_bytes_sent += len(frame.payload)
                 await channel.end()
         except ProtocolError as exc:
             self.on_fault(peer_id, exc)
         except STREAM_ERRORS as exc:
             if math.isinf(self._timing.results_s.get(reducer, math.inf)):  # otherwise it has averaged without the rest
                 self.on_fault(peer_id, ProtocolError("push", f"could not push to reducer: {_reason(exc)}"))
+
+    async def _ahead(self, work: Callable[[Part], Frame], parts: list[Part]) -> AsyncGenerator[Frame]:
+        """Makes the frames of parts, each while the one before is being sent."""
+        upcoming: asyncio.Future[Frame] | None = None
+        try:
+            for after in [*parts[1:], None]:
+                frame = await (upcoming or self._compute(work, parts[0]))
+                upcoming = None if after is None else asyncio.ensure_future(self._compute(work, after))
+                yield frame
+        finally:
+            if upcoming is not None:
+                upcoming.cancel()
+                await asyncio.wait([upcoming])
 
     async def _pull(
         self, state: RoundState, source: int, wanted: set[int], deadline: float, *, repair: bool = False
@@ -249,7 +302,7 @@ class Exchange:
                         if frame.part not in remaining:
                             raise ProtocolError("part", f"result {frame.part} is not this reducer's, or came twice")
                         remaining.discard(frame.part)
-                        state.results.store(frame, roots)
+                        await self._compute(state.results.store, frame, roots)
         except ProtocolError as exc:
             self.on_fault(peer_id, exc)
         except STREAM_ERRORS as exc:
@@ -268,8 +321,11 @@ class Exchange:
         soon = min(loop.time() + late_s, deadline)  # until when members known to be late are waited for
         num_owing = len(state.reduction.outstanding())
         probes: dict[int, asyncio.Task[bool]] = {}
+        own = asyncio.create_task(self._accept_own(state))
         try:
             while len(state.reduction.reduced) < state.reduction.num_to_reduce:
+                for task in filter(asyncio.Task.done, (own, *self._completing)):
+                    task.result()  # raises what went wrong
                 until = next((at for at in (soon, deadline, latest) if loop.time() < at), latest)
                 if not await self._reduced.wait(min(stall_s / 8, max(until - loop.time(), 0.0) + 0.01)):
                     now = time.monotonic()
@@ -286,6 +342,24 @@ class Exchange:
         finally:
             for probe in probes.values():
                 probe.cancel()
+            own.cancel()
+            await asyncio.wait([own])
+            self._stop_awaiting(state, state.me)  # it may change its weights once the round has failed
+
+    async def _accept_own(self, state: RoundState) -> None:
+        """Takes in this member's own contributions, and averages parts that nobody contributes to."""
+        try:
+            for part, contribution in state.reduction.own_parts():
+                await self._compute(state.reduction.accept_own, part, contribution)
+        finally:
+            if state.reduction.own_faults:
+                self.on_fault(self._name(state, state.me), state.reduction.own_faults[0])
+        await self._complete_ready(state)
+
+    async def _complete_ready(self, state: RoundState) -> None:
+        """Averages parts whose last contributor has been given up."""
+        for index in state.reduction.ready():
+            await self._compute(state.reduction.complete, index)
 
     async def _is_gone(self, state: RoundState, member: int) -> bool:
         """Returns True if no process listens at a silent member's address, so waiting for it is pointless.
@@ -309,7 +383,7 @@ class Exchange:
         `num_owing`: members that owed contributions at the beginning. `is_past`: even the configured deadline is over.
         """
         for member in filter(partial(self._is_late, state), state.reduction.outstanding()):
-            parts = plural(state.reduction.give_up(member), "part")
+            parts = plural(self._stop_awaiting(state, member), "part")
             _LOGGER.info("%s is late again: %s averaged without it", self._name(state, member), parts)
         late = state.reduction.outstanding()
         few = 2 * len(late) <= num_owing
@@ -327,10 +401,16 @@ class Exchange:
         return state.group.members[member].peer_id
 
     def _give_up(self, state: RoundState, member: int, why: str, kind: str = "lost") -> None:
-        num_parts = state.reduction.give_up(member)
+        num_parts = self._stop_awaiting(state, member)
         if num_parts and state is self._round and not state.results.committed:
             error = ProtocolError(kind, f"{why}; {plural(num_parts, 'part')} averaged without it")
             self.on_fault(state.group.members[member].peer_id, error)
+
+    def _stop_awaiting(self, state: RoundState, member: int) -> int:
+        num_parts = state.reduction.give_up(member)
+        if num_parts:
+            self._completing.append(asyncio.create_task(self._complete_ready(state)))
+        return num_parts
 
     async def _repair(self, state: RoundState, deadline: float) -> None:
         """Fetches missing results from members that hold them.
@@ -424,13 +504,12 @@ class Exchange:
                 self._last_heard[member] = time.monotonic()
                 timing.note_contribution(member, frame.part, len(frame.payload))
                 try:
-                    state.reduction.accept(member, frame)
+                    await self._compute(state.reduction.accept, member, frame)
                 except ProtocolError as exc:
                     self.on_fault(channel.peer_id, exc)
                 num_frames += 1
                 if num_frames > len(owed):
                     raise ProtocolError("oversized", f"more than the {plural(len(owed), 'part')} that the sender owes")
-                await asyncio.sleep(0)
             await channel.send(Frame(FrameKind.END))
         finally:
             # Whatever is still owed will not come over another stream.
@@ -476,7 +555,7 @@ class Exchange:
         self, state: RoundState, channel: Channel, index: int, member: int, sent: dict[Commitment, int]
     ) -> None:
         """Sends a result, if this peer holds it in a form that the member can use."""
-        frame = state.results.frame(index, member, sent)
+        frame = await self._compute(state.results.frame, index, member, sent)
         if frame is None:
             return
         if state is not self._round:
@@ -487,7 +566,7 @@ class Exchange:
     async def _serve_have(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
         state, member = await self._find_round(request.get("group"), peer_id)
         del member  # any member may ask
-        return {"finished": state.finished, "held": bitmap(state.results.known, len(state.plan.parts))}
+        return {"finished": state.finished, "held": bitmap(list(state.results.known), len(state.plan.parts))}
 
 
 def _max_payload(state: RoundState, num_elements: int) -> int:

@@ -200,7 +200,7 @@ class SyncRounds:
         run, taken_back = self.run_state, state.plan.taken_back
         ids = [member.peer_id for member in group.members]
         if taken_back is None:
-            delivered = {ids[i] for result in state.results.known.values() for i in result.included}
+            delivered = {ids[i] for i in state.results.contributors}
             idle = {m.peer_id for m in group.members if m.statement.tokens} - delivered
             idle -= {ids[i] for i in state.plan.ignored}  # nothing was asked of them
             reputation = run.roster.reputation

@@ -68,14 +68,20 @@ class Copies:
         for chunk in chunks_of(self._reference.layout.blocks[block]):
             digest = self._reference.digest_of(chunk)
             if digest not in copied:
+                payload = self.encode(chunk, digest)
+                if payload is None:
+                    return
                 copied = self._chunks.setdefault(block, {})
-                copied[digest] = self.encode(chunk)
-                self._num_bytes += len(copied[digest])
+                copied[digest] = payload
+                self._num_bytes += len(payload)
                 await asyncio.sleep(0)  # lets the round that is under way proceed
 
-    def encode(self, chunk: Chunk) -> bytes:
-        """Encodes a chunk's current values."""
-        return EXACT.encode(self._reference.values_N[chunk.start : chunk.start + chunk.size])
+    def encode(self, chunk: Chunk, digest: bytes) -> bytes | None:
+        """Encodes a chunk with this digest; None if it has another one, or is being changed."""
+        payload = EXACT.encode(self._reference.values_N[chunk.start : chunk.start + chunk.size])
+        # Only now, since a commit begins, and ends, in another thread.
+        is_current = chunk.block not in self._reference.changing and digest == self._reference.digest_of(chunk)
+        return payload if is_current else None
 
     def get(self, block: int, digest: bytes) -> bytes | None:
         """Returns a copied chunk, None if there is none."""
@@ -194,7 +200,7 @@ class Transfer:
                 for number, digest in read_request(frame, len(self._chunks)):
                     if not self._serving:
                         raise ProtocolError("unready", "this peer has no complete reference yet")
-                    payload = self._payload(number, digest)
+                    payload = await self._payload(channel, number, digest)
                     if payload is not None:
                         self._spend(channel, len(payload))
                         await self._note_under_way(blocks, number, digest)
@@ -230,12 +236,25 @@ class Transfer:
     def _drop_copies(self) -> None:
         self._copies.keep_only({block for blocks in self._under_way for block in blocks})
 
-    def _payload(self, number: int, digest: bytes) -> bytes | None:
-        """Returns the chunk with that digest, None if there is none, or no longer one."""
-        chunk = self._chunks[number]
-        if digest == self.reference.digest_of(chunk):
-            return self._copies.encode(chunk)
-        return self._copies.get(chunk.block, digest)
+    async def _payload(self, channel: Channel, number: int, digest: bytes) -> bytes | None:
+        """Returns the chunk with that digest, None if there is none, or no longer one.
+
+        While a commit changes it, it cannot be told which; the newcomer is sent keepalives meanwhile.
+        """
+        chunk, loop = self._chunks[number], asyncio.get_running_loop()
+        told_at = loop.time()
+        while True:
+            if digest == self.reference.digest_of(chunk):
+                payload = self._copies.encode(chunk, digest)
+                if payload is not None:
+                    return payload
+            copied = self._copies.get(chunk.block, digest)
+            if copied is not None or chunk.block not in self.reference.changing:
+                return copied
+            await asyncio.sleep(_RECHECK_S)
+            if loop.time() - told_at > self.stall_timeout_s / 4:
+                await channel.send(Frame(FrameKind.KEEPALIVE))
+                told_at = loop.time()
 
     async def _send_chunk(self, channel: Channel, number: int, payload: bytes | None) -> None:
         for frame in piece_frames(number, payload, self.reference.round):

@@ -38,6 +38,7 @@ def enter_swarm(
         bandwidth_mbps=peer.upload_mbps or _DEFAULT_BANDWIDTH_MBPS,
         initial_peers=tuple(found.initial_peers),
         upload_mbps=peer.upload_mbps,
+        num_threads=peer.num_threads,
         tokenizer=context.directory.tokenizer if manifest.run.tokenizer.local is not None else None,
         admission=found.admission.shown,
         acts=context.directory.acts,

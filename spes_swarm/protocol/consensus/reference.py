@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from blake3 import blake3
@@ -93,64 +94,94 @@ class ReferenceTable:
                 raise ProtocolError("shape", f"{plural(len(digests), 'chunk')} for {block.name}")
 
 
+class Table(NamedTuple):
+    """What is known of all blocks, in their order."""
+
+    round: int
+    versions: Sequence[int]
+    chunk_digests: list[tuple[bytes, ...]]
+    digests: list[bytes]
+
+
 class Reference:
     """The reference of this peer: values in (shared) memory and their table.
 
     Values change in a commit, which ends with `finish`, or chunk by chunk in a download, which ends with `adopt`.
-    Outside a commit the digests always match the values, even in the middle of a download.
+    Except in blocks that are `changing`, the digests always match the values, even in the middle of a download.
+
+    Attributes:
+        changing: the blocks that a commit is changing, in another thread.
     """
 
     def __init__(self, layout: Layout, values_N: FloatArray) -> None:
         self.layout = layout
         self.values_N = values_N
-        self.round = 0
-        self._versions = [0] * len(layout.blocks)
-        self._chunk_digests = [self._hash(block) for block in layout.blocks]
-        self._digests = [block_digest(chunks) for chunks in self._chunk_digests]
+        self.changing: frozenset[int] = frozenset()
+        chunk_digests = [self._hash(block) for block in layout.blocks]
+        digests = [block_digest(chunks) for chunks in chunk_digests]
+        self._table = Table(0, [0] * len(layout.blocks), chunk_digests, digests)
 
     def _hash(self, block: Block) -> tuple[bytes, ...]:
         return tuple(chunk_digest(self.values_N[c.start : c.start + c.size]) for c in chunks_of(block))
 
     @property
+    def round(self) -> int:
+        """Of the last commit."""
+        return self._table.round
+
+    @property
     def versions(self) -> tuple[int, ...]:
         """For each block, the round of its last change."""
-        return tuple(self._versions)
+        return tuple(self._table.versions)
 
     @property
     def digests(self) -> tuple[bytes, ...]:
         """For each block, its digest."""
-        return tuple(self._digests)
+        return tuple(self._table.digests)
 
     @property
     def digest(self) -> bytes:
         """Digest of the whole."""
-        return whole_digest(self._versions, self._digests)
+        table = self._table
+        return whole_digest(table.versions, table.digests)
 
     @property
     def table(self) -> ReferenceTable:
         """A snapshot of everything but the values."""
-        return ReferenceTable(self.round, tuple(self._versions), tuple(self._chunk_digests))
+        table = self._table
+        return ReferenceTable(table.round, tuple(table.versions), tuple(table.chunk_digests))
 
     def digest_of(self, chunk: Chunk) -> bytes:
         """Digest of one chunk."""
-        return self._chunk_digests[chunk.block][chunk.index]
+        return self._table.chunk_digests[chunk.block][chunk.index]
 
     def replace_chunk(self, chunk: Chunk, values_N: FloatArray, digest: bytes) -> None:
         """Replaces a chunk and its digest, which the caller has verified."""
         self.values_N[chunk.start : chunk.start + chunk.size] = values_N
-        digests = self._chunk_digests[chunk.block]
-        self._chunk_digests[chunk.block] = (*digests[: chunk.index], digest, *digests[chunk.index + 1 :])
-        self._digests[chunk.block] = block_digest(self._chunk_digests[chunk.block])
+        table = self._table
+        digests = table.chunk_digests[chunk.block]
+        table.chunk_digests[chunk.block] = (*digests[: chunk.index], digest, *digests[chunk.index + 1 :])
+        table.digests[chunk.block] = block_digest(table.chunk_digests[chunk.block])
 
     def adopt(self, round_number: int, versions: Sequence[int]) -> None:
         """Ends a download: sets the round, and the versions that the values belong to."""
-        self._versions = list(versions)
-        self.round = round_number
+        self._table = self._table._replace(round=round_number, versions=list(versions))
+
+    def rehashed(self, round_number: int, changed: Iterable[tuple[int, int]]) -> Table:
+        """The table after a change to the values, given as (block, new version) pairs."""
+        old = self._table
+        versions, chunk_digests, digests = list(old.versions), list(old.chunk_digests), list(old.digests)
+        for index, version in changed:
+            chunk_digests[index] = self._hash(self.layout.blocks[index])
+            digests[index] = block_digest(chunk_digests[index])
+            versions[index] = version
+        return Table(round_number, versions, chunk_digests, digests)
+
+    def install(self, table: Table) -> None:
+        """Ends a change to the values, of which this is the new table."""
+        self._table = table
+        self.changing = frozenset()
 
     def finish(self, round_number: int, changed: Iterable[tuple[int, int]]) -> None:
-        """Ends a change to the values: rehashes the `changed` (block, new version) pairs and sets the round."""
-        for index, version in changed:
-            self._chunk_digests[index] = self._hash(self.layout.blocks[index])
-            self._digests[index] = block_digest(self._chunk_digests[index])
-            self._versions[index] = version
-        self.round = round_number
+        """`install` of what is `rehashed`."""
+        self.install(self.rehashed(round_number, changed))

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from spes_swarm.base.arrays import FloatArray
+import numpy as np
+
+from spes_swarm.base.arrays import FloatArray, scratch
 from spes_swarm.protocol.averaging.commitments import (
     CONTRIBUTION,
     Commitment,
@@ -113,7 +115,7 @@ class Contributions:
         """
         if self.commitments.get(part.index) == root:
             return None
-        for index, known in self.commitments.items():
+        for index, known in list(self.commitments.items()):
             if known == root:
                 openings = self._openings(index)
                 leaf = in_place_of(part.index, list(openings))
@@ -127,4 +129,6 @@ class Contributions:
 
     def _encode(self, part: Part, contribution: Contribution, values: Values) -> bytes:
         live_N, base_N = values(part)
-        return EXACT.encode(live_N) if contribution.form is Form.FULL else self.codec.encode(live_N - base_N)
+        if contribution.form is Form.FULL:
+            return EXACT.encode(live_N)
+        return self.codec.encode(np.subtract(live_N, base_N, out=scratch("own difference", part.size)))

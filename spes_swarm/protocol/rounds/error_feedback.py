@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from spes_swarm.base.arrays import FloatArray, sum_of_squares
+from spes_swarm.base.arrays import FloatArray, scratch, sum_of_squares
 from spes_swarm.protocol.consensus.codec import Codec
 
 
@@ -51,10 +51,14 @@ class ErrorFeedback:
             self._of_results[part] = error_N * np.float32(min(1 / share, math.sqrt(own / error)))
 
     def residual(self, part: int, own_difference_N: FloatArray) -> FloatArray | None:
-        """What goes back into this member's live weights once its difference is in a committed result."""
+        """What goes back into this member's live weights once its difference is in a committed result.
+
+        It may be in scratch memory.
+        """
         residual_N = self._of_results.get(part)
         if part in self._sent:
             codec, payload = self._sent[part]
-            error_N = own_difference_N - codec.decode(payload, len(own_difference_N))
-            return error_N if residual_N is None else error_N + residual_N
+            error_N = codec.decode(payload, len(own_difference_N), scratch("sent", len(own_difference_N)))
+            np.subtract(own_difference_N, error_N, out=error_N)
+            return error_N if residual_N is None else np.add(error_N, residual_N, out=error_N)
         return residual_N

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from spes_swarm.base.arrays import FloatArray, sum_of_squares
+import numpy as np
+
+from spes_swarm.base.arrays import FloatArray, scratch, sum_of_squares
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.protocol.averaging.commitments import SigningKey
 from spes_swarm.protocol.consensus.codec import Codec
@@ -33,10 +35,14 @@ class Bounds:
             ProtocolError: (`norm`) it is too long, infinite or NaN.
         """
         energy = sum_of_squares(difference_N)
-        rms = math.sqrt(energy / len(difference_N))
+        self.check_energy(energy, len(difference_N))
+        return energy
+
+    def check_energy(self, energy: float, num_elements: int) -> None:
+        """Raises what `check_norm` does."""
+        rms = math.sqrt(energy / num_elements)
         if not rms <= self.max_update_rms:
             raise ProtocolError("norm", f"a difference of RMS {rms:.3g} exceeds {self.max_update_rms:.3g}")
-        return energy
 
     @classmethod
     def of(cls, clip: float, max_update_rms: float) -> Bounds:
@@ -66,9 +72,10 @@ class RoundInputs:
         return self.live_N[where], self.reference.values_N[where]
 
     def own_difference(self, part: Part) -> FloatArray:
-        """This member's difference (N,) to its own reference."""
+        """This member's difference (N,) to its own reference, in scratch memory."""
         live_N, base_N = self.values(part)
-        return live_N - base_N
+        difference_N: FloatArray = np.subtract(live_N, base_N, out=scratch("own difference", part.size))
+        return difference_N
 
 
 @dataclass(frozen=True)

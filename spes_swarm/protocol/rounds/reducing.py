@@ -6,6 +6,7 @@ Shape: N elements of one part.
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from spes_swarm.protocol.rounds.results import Averaging, Result, Results, diffe
 # A contribution is next to nothing if it is shorter than this share of what the others' lengths let expect. An honest
 # one of few steps with large batches is longer: steps that follow each other add up to less than their sum.
 _LEAST_LENGTH = 0.1
+_NOTHING_N = np.empty(0, dtype=np.float32)
 
 
 @dataclass(slots=True)
@@ -40,9 +42,11 @@ class Accumulator:
     """The contributions to one part, at its reducer."""
 
     outstanding: set[int]  # contributors that have neither delivered nor been given up
+    arrived: set[int] = field(default_factory=set)  # those whose contributions are being checked, or have been
     differences: dict[int, FloatArray] = field(default_factory=dict)  # (N,), scaled, of each that has delivered
     weights: dict[int, float] = field(default_factory=dict)
     commitments: dict[int, Commitment] = field(default_factory=dict)
+    result: Result | None = None  # already known
 
     def add(self, contribution: Contribution, commitment: Commitment, difference_N: FloatArray) -> None:
         """Takes in a contribution."""
@@ -65,10 +69,11 @@ def opposition(part: Part, members: Sequence[int], agreement: Agreement, me: int
 
 
 class Agreements:
-    """How the members of a round agree, in the parts that one of them reduces."""
+    """How the members of a round agree, in the parts that one of them reduces. May be used from several threads."""
 
     def __init__(self, me: int) -> None:
         self._me = me
+        self._lock = threading.Lock()
         self._factors: defaultdict[int, list[float]] = defaultdict(list)
         # By member, in the shared layers.
         self._opposition: defaultdict[int, list[float]] = defaultdict(list)
@@ -81,30 +86,36 @@ class Agreements:
         `full`: those of them that sent full values. These include all progress that either side has missed, with the
         opposite sign, so they say nothing about a member's work.
         """
-        for member, factor in zip(members, agreement.factors_M.tolist(), strict=True):
-            self._factors[member].append(factor)
         seen = {} if self._me in full else opposition(part, members, agreement, self._me)
-        for member in seen.keys() - full:
-            self._opposition[member].append(seen[member])
-        if part.block == SHARED_BLOCK and agreement.energy_M.any():
-            for member, energy in zip(members, agreement.energy_M.tolist(), strict=True):
-                if member not in full:
-                    self._energy[member] += energy
-                    self._elements[member] += part.size
+        with self._lock:
+            for member, factor in zip(members, agreement.factors_M.tolist(), strict=True):
+                self._factors[member].append(factor)
+            for member in seen.keys() - full:
+                self._opposition[member].append(seen[member])
+            if part.block == SHARED_BLOCK and agreement.energy_M.any():
+                for member, energy in zip(members, agreement.energy_M.tolist(), strict=True):
+                    if member not in full:
+                        self._energy[member] += energy
+                        self._elements[member] += part.size
 
     def opposition(self, claims: Sequence[Claim]) -> dict[int, list[float]]:
         """What `opposition` has found of other members, by part; 1 throughout for one that contributes next to nothing.
 
         That takes a share of the average and holds the others back, like an opposite that is clipped.
         """
-        empty = self.empty(claims)
-        return {i: [1.0] * len(found) if i in empty else found for i, found in self._opposition.items()}
+        with self._lock:
+            empty = self._empty(claims)
+            return {i: [1.0] * len(found) if i in empty else list(found) for i, found in self._opposition.items()}
 
     def empty(self, claims: Sequence[Claim]) -> set[int]:
         """The members whose contributions are far shorter than most, for their tokens.
 
         All parts are judged together, since text in another script leaves many rows of an embedding untouched.
         """
+        with self._lock:
+            return self._empty(claims)
+
+    def _empty(self, claims: Sequence[Claim]) -> set[int]:
         tokens = [claim.tokens for claim in claims]
         rms = {i: math.sqrt(energy / self._elements[i]) for i, energy in self._energy.items()}
 
@@ -116,15 +127,18 @@ class Agreements:
 
     def deviations_left(self) -> dict[int, float]:
         """The share of each member's deviation that clipping left, averaged over the parts."""
-        return {member: sum(factors) / len(factors) for member, factors in self._factors.items()}
+        with self._lock:
+            return {member: sum(factors) / len(factors) for member, factors in self._factors.items()}
 
 
 class Reduction:
     """What one member reduces in a round: it averages each part once all its contributions have come.
 
+    Its methods may be called from several threads. A call takes milliseconds, since it averages at most one part.
+
     Attributes:
         reduced: the parts that are done, in the order of completion.
-        on_reduced: called when a part is done.
+        on_reduced: called when a part is done, in the thread that has averaged it.
         num_to_reduce: parts in all.
         given_up: members whose contributions are no longer awaited.
         refused: members whose contributions were refused.
@@ -145,7 +159,7 @@ class Reduction:
         plan, me = self.plan, self.me = inputs.plan, inputs.me
         self._inputs, self._averaging, self._results, self._feedback = inputs, averaging, results, feedback
         self.reduced: list[int] = []
-        self.on_reduced: Callable[[], None] = lambda: None
+        self.on_reduced: Callable[[], object] = lambda: None
         self.given_up: set[int] = set()
         self.refused: set[int] = set()
         self.own_faults: list[ProtocolError] = []
@@ -159,16 +173,30 @@ class Reduction:
             if part.reducer == me:
                 self._accumulators[part.index] = Accumulator({c.member for c in plan.block_of(part).contributions})
         self.num_to_reduce = len(self._accumulators)
-        for part, contribution in contributions.to(me):
-            # Checked like all others: with a NaN of its own, a reducer would send out unusable results.
-            try:
-                inputs.bounds.check_norm(inputs.own_difference(part))
-                self._take(part, contribution, contributions.push_frame(part))
-            except ProtocolError as exc:
-                self._accumulators[part.index].outstanding.discard(me)
-                self.own_faults.append(exc)
-        for index in list(self._accumulators):
-            self._complete_if_ready(index)
+        self._contributions = contributions
+        self._lock = threading.Lock()
+
+    def own_parts(self) -> list[tuple[Part, Contribution]]:
+        """This member's own contributions to what it reduces, in order."""
+        return self._contributions.to(self.me)
+
+    def accept_own(self, part: Part, contribution: Contribution) -> None:
+        """Takes in one of these. What is wrong with it is in `own_faults`."""
+        # Checked like all others: with a NaN of its own, a reducer would send out unusable results.
+        with self._lock:
+            if self.me not in self._outstanding(part.index):
+                return
+            self._accumulators[part.index].arrived.add(self.me)
+        try:
+            self._take(part, contribution, self._contributions.push_frame(part))
+        except ProtocolError as exc:
+            self.own_faults.append(exc)
+        self.complete(part.index)
+
+    def ready(self) -> list[int]:
+        """Parts that no contribution is awaited for, and that are not averaged yet."""
+        with self._lock:
+            return [index for index, accumulator in self._accumulators.items() if not accumulator.outstanding]
 
     def accept(self, member: int, frame: Frame) -> None:
         """Takes in a contribution.
@@ -177,48 +205,79 @@ class Reduction:
             ProtocolError: it does not match the plan, or its values are not acceptable. Nothing has changed, except
                 that a wrong form, weight or value makes the part complete without this member.
         """
-        accumulator = self._accumulators.get(frame.part)
-        if accumulator is None or member in self.given_up:
-            if 0 <= frame.part < len(self.plan.parts) and self.plan.parts[frame.part].reducer == self.me:
-                return  # it arrived too late
-            raise ProtocolError("part", f"part {frame.part} is not reduced here")
-        part = self.plan.parts[frame.part]
-        contribution = contribution_of(self.plan, part, member)
-        if contribution is None:
-            raise ProtocolError("part", f"the sender does not contribute to part {frame.part}")
-        if member not in accumulator.outstanding:
-            raise ProtocolError("duplicate", f"part {frame.part} arrived twice")
+        with self._lock:
+            accumulator = self._accumulators.get(frame.part)
+            if accumulator is None or member in self.given_up:
+                if 0 <= frame.part < len(self.plan.parts) and self.plan.parts[frame.part].reducer == self.me:
+                    return  # it arrived too late
+                raise ProtocolError("part", f"part {frame.part} is not reduced here")
+            part = self.plan.parts[frame.part]
+            contribution = contribution_of(self.plan, part, member)
+            if contribution is None:
+                raise ProtocolError("part", f"the sender does not contribute to part {frame.part}")
+            if member not in accumulator.outstanding - accumulator.arrived:
+                raise ProtocolError("duplicate", f"part {frame.part} arrived twice")
+            accumulator.arrived.add(member)
         try:
             self._take(part, contribution, frame)
         except ProtocolError:
-            # The member has no second attempt: the part completes without it.
             self.refused.add(member)
-            accumulator.outstanding.discard(member)
-            self._complete_if_ready(frame.part)
             raise
-        self.payload_bytes += len(frame.payload)
-        self._complete_if_ready(frame.part)
+        else:
+            with self._lock:
+                self.payload_bytes += len(frame.payload)
+        finally:
+            self.complete(frame.part)
 
     def _take(self, part: Part, contribution: Contribution, frame: Frame) -> None:
+        """Checks a contribution and adds it; after this, it is no longer awaited: there is no second attempt."""
+        try:
+            difference_N, energy, commitment = self._checked(part, contribution, frame)
+            with self._lock:
+                if contribution.form is Form.DELTA:
+                    self._check_stated(part, contribution, energy)
+                if contribution.member in self._outstanding(part.index):  # it has not been given up meanwhile
+                    accumulator = self._accumulators[part.index]
+                    accumulator.add(contribution, commitment, difference_N)
+                    if self._is_result(part, contribution):
+                        included = frozenset({contribution.member})
+                        accumulator.result = Result(Form.DELTA, frame.payload, included, energy)
+        finally:
+            with self._lock:
+                self._outstanding(part.index).discard(contribution.member)
+
+    def _outstanding(self, index: int) -> set[int]:
+        accumulator = self._accumulators.get(index)
+        return set() if accumulator is None else accumulator.outstanding
+
+    def _checked(self, part: Part, contribution: Contribution, frame: Frame) -> tuple[FloatArray, float, Commitment]:
+        """The difference (N,) of a contribution, its sum of squares before it is scaled, and its signed root."""
         if frame.form != contribution.form:
             raise ProtocolError("form", f"part {frame.part} has form {frame.form}, not {contribution.form}")
         if frame.weight != contribution.weight:
             raise ProtocolError("weight", f"weight {frame.weight}, but {contribution.weight} was stated")
+        bounds, codec = self._inputs.bounds, self._inputs.codec
         if contribution.form is Form.FULL:
-            difference_N = self._shortened(
-                contribution, difference_of_full(part, frame.payload, self._inputs.reference)
-            )
+            full_N = difference_of_full(part, frame.payload, self._inputs.reference)
+            difference_N = self._shortened(contribution, full_N)
+            energy = bounds.check_norm(difference_N)
+        elif self._is_result(part, contribution):  # it is not averaged
+            difference_N, energy = _NOTHING_N, codec.energy(frame.payload, part.size)
+            bounds.check_energy(energy, part.size)
         else:
-            difference_N = self._inputs.codec.decode(frame.payload, part.size)
-        energy = self._inputs.bounds.check_norm(difference_N)
+            difference_N = codec.decode(frame.payload, part.size)
+            energy = bounds.check_norm(difference_N)
         leaf = contribution_leaf(part.index, frame.payload)
         signer, opening = self._inputs.group.members[contribution.member].signer, Opening.from_wire(frame.extra)
         commitment = signer.commitment(CONTRIBUTION, self._inputs.group.exchange, leaf, opening)
-        if contribution.form is Form.DELTA:
-            self._check_stated(part, contribution, energy)
         if contribution.scale < 1:
             difference_N = difference_N * np.float32(contribution.scale)
-        self._accumulators[part.index].add(contribution, commitment, difference_N)
+        return difference_N, energy, commitment
+
+    def _is_result(self, part: Part, contribution: Contribution) -> bool:
+        """Returns True if a contribution is the mean as it is: it is the only one."""
+        alone = len(self.plan.block_of(part).contributions) == 1
+        return alone and contribution.scale == 1 and contribution.form is Form.DELTA
 
     def _shortened(self, contribution: Contribution, difference_N: FloatArray) -> FloatArray:
         """Scales down full values' difference to the base to the length that the number of rounds apart can explain.
@@ -247,29 +306,41 @@ class Reduction:
             raise ProtocolError("norm", f"part {part.index} exceeds the stated RMS of {contribution.stated_rms:.3g}")
 
     def give_up(self, member: int) -> int:
-        """Stops waiting for a contributor; returns the number of parts that it still owed."""
-        self.given_up.add(member)
-        awaited = [i for i, a in self._accumulators.items() if member in a.outstanding]
-        for index in awaited:
-            self._accumulators[index].outstanding.discard(member)
-            self._complete_if_ready(index)
-        return len(awaited)
+        """Stops waiting for a contributor; returns the number of parts that it still owed. Some may be `ready` then."""
+        with self._lock:
+            self.given_up.add(member)
+            awaited = [a for a in self._accumulators.values() if member in a.outstanding - a.arrived]
+            for accumulator in awaited:
+                accumulator.outstanding.discard(member)
+            return len(awaited)
 
     def outstanding(self) -> dict[int, list[int]]:
-        """The parts that contributors still owe to this reducer, by member."""
+        """The parts that other contributors still owe to this reducer, by member."""
         owed: dict[int, list[int]] = {}
-        for index, accumulator in self._accumulators.items():
-            for member in accumulator.outstanding:
-                owed.setdefault(member, []).append(index)
+        with self._lock:
+            for index, accumulator in self._accumulators.items():
+                for member in accumulator.outstanding - accumulator.arrived - {self.me}:
+                    owed.setdefault(member, []).append(index)
         return owed
 
-    def _complete_if_ready(self, index: int) -> None:
-        accumulator = self._accumulators[index]
-        if accumulator.outstanding:
-            return
-        del self._accumulators[index]
+    def complete_all(self) -> None:
+        """Takes in this member's own contributions and averages what is ready, without a pause; see `Exchange`."""
+        for part, contribution in self.own_parts():
+            self.accept_own(part, contribution)
+        for index in self.ready():
+            self.complete(index)
+
+    def complete(self, index: int) -> None:
+        """Averages a part if it is ready."""
+        with self._lock:
+            if index not in self._accumulators or self._accumulators[index].outstanding:
+                return
+            accumulator = self._accumulators.pop(index)
         part = self.plan.parts[index]
-        if accumulator.differences:
+        if accumulator.result is not None:
+            self._note(part, list(accumulator.weights), Agreement.unbounded([1.0], part.size))
+            self._results.add_reduced(part, accumulator.result, accumulator.commitments)
+        elif accumulator.differences:
             codec = self._averaging.codec_of_result(part)
             mean_N = self._mean(part, accumulator)
             encoded = codec.encode(mean_N)
@@ -296,10 +367,13 @@ class Reduction:
         recipe = self._averaging.recipe(part, members)
         differences = [accumulator.differences[member] for member in members]
         mean_N, agreement = mean(differences, [s.weight for s in recipe.shares], recipe.free_rms, recipe.stretch)
-        if self._inputs.bounds.bounded:
-            full = {member for member, share in zip(members, recipe.shares, strict=True) if share.full}
-            self.agreements.note(part, members, agreement, full)
+        full = {member for member, share in zip(members, recipe.shares, strict=True) if share.full}
+        self._note(part, members, agreement, full)
         return mean_N
+
+    def _note(self, part: Part, members: Sequence[int], agreement: Agreement, full: Collection[int] = ()) -> None:
+        if self._inputs.bounds.bounded:
+            self.agreements.note(part, members, agreement, full)
 
     def clipped(self) -> list[tuple[int, ProtocolError]]:
         """The members whose contributions were shortened; see round_faults.clipped."""

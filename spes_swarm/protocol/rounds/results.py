@@ -10,6 +10,7 @@ Shape: N elements of one part.
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
-from spes_swarm.base.arrays import FloatArray
+from spes_swarm.base.arrays import FloatArray, scratch
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.base.wording import plural
 from spes_swarm.protocol.averaging.clipping import FREE_DEVIATION, MAX_ROUNDS_APART, EnergyBudget
@@ -135,7 +136,10 @@ class Results:
         wanted: the parts of which this member needs the result.
         misquoted: parts whose results include work in this member's name that is not its own.
         committed: the reference contains them.
+        applied: the parts of which the reference has the new values.
         payload_bytes: received.
+
+    Methods may be called from several threads.
     """
 
     def __init__(self, inputs: RoundInputs, averaging: Averaging, own: Mapping[int, Commitment]) -> None:
@@ -147,21 +151,26 @@ class Results:
         self.wanted = {part.index: part for part in inputs.plan.wanted(inputs.me)}
         self.misquoted: list[int] = []
         self.committed = False
+        self.applied: set[int] = set()
+        self.is_restored = False  # the commit that the round takes back has been taken back
+        self.lock = threading.Lock()  # while parts are signed, or applied
         self.payload_bytes = 0
         self._unsigned: list[tuple[Part, bytes, dict[int, Commitment]]] = []
 
     def add_reduced(self, part: Part, result: Result, commitments: dict[int, Commitment]) -> None:
         """Adds the result of a part that is reduced here; `commitments` are the roots of the contributions in it."""
-        self.known[part.index] = result
-        if commitments:
-            self._unsigned.append((part, result.data, commitments))
+        with self.lock:
+            self.known[part.index] = result
+            if commitments:
+                self._unsigned.append((part, result.data, commitments))
 
     def sign(self) -> None:
         """Signs the results that are not signed yet."""
-        unsigned, self._unsigned = self._unsigned, []
-        for signed in self._averaging.sign(self._inputs.key, self._inputs.group.exchange, unsigned):
-            index = signed.head.part
-            self.known[index] = replace(self.known[index], signed=signed)
+        with self.lock:
+            unsigned, self._unsigned = self._unsigned, []
+            for signed in self._averaging.sign(self._inputs.key, self._inputs.group.exchange, unsigned):
+                index = signed.head.part
+                self.known[index] = replace(self.known[index], signed=signed)
 
     def frame(self, index: int, member: int, sent: dict[Commitment, int] | None = None) -> Frame | None:
         """The message that carries a result to a member; None if it is not held here in a usable form.
@@ -177,7 +186,8 @@ class Results:
         if form is Form.DELTA and block_plan.result_form(member) is Form.FULL:
             if self.me not in block_plan.in_base:
                 return None
-            form, data = Form.FULL, EXACT.encode(self.new_values(self.plan.parts[index], result))
+            with self.lock:
+                form, data = Form.FULL, EXACT.encode(self.new_values(self.plan.parts[index], result))
         if form is Form.DELTA and result.signed is not None:
             extra = encode(result.included, self.plan.num_members, result.signed, {} if sent is None else sent)
         else:
@@ -191,18 +201,21 @@ class Results:
     def base(self, part: Part) -> FloatArray:
         """Values of the plan's base, which this peer holds."""
         where, taken_back = slice(part.start, part.start + part.size), self.plan.taken_back
-        if taken_back is None or not self.plan.block_of(part).restored or self.committed or self.missed(taken_back):
+        if taken_back is None or not self.plan.block_of(part).restored or self.is_restored or self.missed(taken_back):
             return self._inputs.reference.values_N[where]
         return self._inputs.previous.values(where, part.block, self._inputs.reference)
 
     def new_values(self, part: Part, result: Result) -> FloatArray:
-        """Values of a part after the commit of a result."""
+        """Values of a part after the commit of a result, maybe in scratch memory."""
         base_N = self._inputs.reference.values_N[part.start : part.start + part.size]
-        if self.committed:
+        if part.index in self.applied:
             return base_N
         if result.form is Form.FULL:
             return EXACT.decode(result.data, part.size)
-        return base_N + self._averaging.codec_of_result(part).decode(result.data, part.size)
+        out_N = scratch("new values", part.size)
+        self._averaging.codec_of_result(part).decode(result.data, part.size, out_N)
+        new_N: FloatArray = np.add(base_N, out_N, out=out_N)
+        return new_N
 
     def store(self, frame: Frame, known: list[Commitment] | None = None) -> None:
         """Takes in a result; `known`: see signed_result.decode.
@@ -228,13 +241,15 @@ class Results:
             raise ProtocolError("malformed", f"the result for part {frame.part} names members that do not contribute")
         energy, signed = 0.0, None
         if form is Form.DELTA:
-            difference_N = self._averaging.codec_of_result(part).decode(frame.payload, part.size)
-            energy = self._inputs.bounds.check_norm(difference_N)
+            energy = self._averaging.codec_of_result(part).energy(frame.payload, part.size)
+            self._inputs.bounds.check_energy(energy, part.size)
             signed = self._check_signed(part, frame.payload, included, opening, roots)
         else:  # from another base, any distance may be right
             difference_of_full(part, frame.payload, self._inputs.reference)
-        self.known[part.index] = Result(form, frame.payload, included, energy, signed)
-        self.payload_bytes += len(frame.payload)
+        with self.lock:
+            if part.index not in self.known:
+                self.known[part.index] = Result(form, frame.payload, included, energy, signed)
+                self.payload_bytes += len(frame.payload)
 
     def _check_signed(
         self, part: Part, payload: bytes, included: frozenset[int], opening: Opening, roots: tuple[Commitment, ...]
@@ -248,6 +263,17 @@ class Results:
             self.misquoted.append(part.index)
         return SignedResult(head, opening, roots)
 
+    def arrived(self) -> list[tuple[Part, Result]]:
+        """Wanted parts that have a result, with it."""
+        with self.lock:
+            return [(part, self.known[index]) for index, part in self.wanted.items() if index in self.known]
+
+    @property
+    def contributors(self) -> set[int]:
+        """The members whose work is in a result that has arrived."""
+        with self.lock:
+            return set[int]().union(*(result.included for result in self.known.values()))
+
     def missing(self) -> list[int]:
         """Wanted parts whose results have not arrived."""
         return [index for index in self.wanted if index not in self.known]
@@ -256,11 +282,12 @@ class Results:
         """Drops results longer than their contributions can explain, as if missing; returns (reducer, fault) pairs."""
         if not self._inputs.bounds.bounded:
             return []
-        known = {index: (result.included, result.energy) for index, result in self.known.items()}
+        with self.lock:
+            known = {index: (result.included, result.energy) for index, result in self.known.items()}
         errors = []
         for excess in excessive_results(self.plan, self.me, known):
-            for index in excess.parts:
-                self.excessive[index] = self.known.pop(index)
+            with self.lock:
+                self.excessive.update({index: self.known.pop(index) for index in excess.parts})
             results = plural(len(excess.parts), "result")
             what = f"{results} of block {excess.block} longer than the contributions can explain"
             errors.append((excess.reducer, ProtocolError("norm", what)))

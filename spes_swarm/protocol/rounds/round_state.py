@@ -18,6 +18,7 @@ import numpy as np
 from spes_swarm.base.arrays import FloatArray, sum_of_squares
 from spes_swarm.protocol.averaging import clipping
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK
+from spes_swarm.protocol.consensus.reference import Table
 from spes_swarm.protocol.rounds import round_faults
 from spes_swarm.protocol.rounds.contributions import Contributions, contribution_of
 from spes_swarm.protocol.rounds.error_feedback import ErrorFeedback
@@ -26,6 +27,14 @@ from spes_swarm.protocol.rounds.plan import Part
 from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.results import Averaging, Result, Results
 from spes_swarm.protocol.rounds.track_record import TrackRecords
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What remains of a commit once the values have changed."""
+
+    table: Table
+    report: CommitReport
 
 
 @dataclass(eq=False)
@@ -75,7 +84,7 @@ class RoundState(RoundInputs):
 
     def record_commit(self, tracks: TrackRecords) -> None:
         """Adds this round's commit to the track records of its members."""
-        seen = set[int]().union(*(result.included for result in self.results.known.values()))
+        seen = self.results.contributors
         left = self.reduction.agreements.deviations_left()
         aside = {member for member in left if left[member] < round_faults.MATERIAL_DEVIATION}
         honoured = {
@@ -101,12 +110,18 @@ class RoundState(RoundInputs):
 
     def commit(self) -> CommitReport:
         """Applies the outcome of the round to the reference, and to `live_N` as the new live weights."""
+        return self.finish(self.apply())
+
+    def apply(self) -> Applied:
+        """The part of a commit that takes seconds: changes the values. `finish` follows."""
         held = self.group.members[self.me].statement.held
         trained = {block.index for block in self.reference.layout.trained_blocks(held)}
-        changed = {part.block for part in self.results.wanted.values() if part.index in self.results.known}
-        incomplete = {self.results.wanted[index].block for index in self.results.missing()}
+        arrived = self.results.arrived()  # what is averaged later, after a timeout, is only for others
+        missing = [self.results.wanted[index] for index in self.results.wanted.keys() - {p.index for p, _ in arrived}]
+        changed, incomplete = {part.block for part, _ in arrived}, {part.block for part in missing}
         taken_back = self.plan.taken_back
         keeps_work = taken_back is not None and self.results.missed(taken_back)
+        self.reference.changing = frozenset(changed | (taken_back.blocks if taken_back is not None else set()))
         if taken_back is None:
             # What this member contributed is shown in audits, even if no result of a block has arrived.
             own = {i for i, b in self.plan.blocks.items() if any(c.member == self.me for c in b.contributions)}
@@ -115,28 +130,24 @@ class RoundState(RoundInputs):
             changed |= taken_back.blocks  # of one that has missed the commit, only the versions
             if not keeps_work:
                 self.previous.restore(taken_back.blocks, self.reference, self.live_N, trained)
-        arrived = [
-            (part, self.results.known[index])
-            for index, part in self.results.wanted.items()
-            if index in self.results.known
-        ]
+            self.results.is_restored = True
         carried = self._carried(arrived)
         for part, result in arrived:
-            new_N = self.results.new_values(part, result)
-            if part.block in trained:
-                self._update_target(part, result, new_N, carried)
-            self.reference.values_N[part.start : part.start + part.size] = new_N
-        self.results.committed = True
+            with self.results.lock:
+                new_N = self.results.new_values(part, result)
+                if part.block in trained:
+                    self._update_target(part, result, new_N, carried)
+                self.reference.values_N[part.start : part.start + part.size] = new_N
+                self.results.applied.add(part.index)
+        self.results.is_restored = True
         self._feedback.clear()  # a round is kept until the next one; its rounding errors need not be
-        self.reference.finish(self.plan.round, [(index, self._version(index, incomplete)) for index in sorted(changed)])
-        if taken_back is None:
-            self.previous.committed(self.reference)
+        versions = [(index, self._version(index, incomplete)) for index in sorted(changed)]
         covered = {e for i, m in enumerate(self.group.members) if i not in self.plan.ignored for e in m.statement.held}
-        return CommitReport(
+        report = CommitReport(
             round=self.plan.round,
             members=tuple(m.peer_id for m in self.group.members),
             parts_total=len(self.results.wanted),
-            parts_missing=len(self.results.missing()),
+            parts_missing=len(missing),
             changed_blocks=tuple(sorted(changed)),
             experts_covered=len(covered),
             deferred_experts=self.plan.deferred,
@@ -144,6 +155,15 @@ class RoundState(RoundInputs):
             taken_back=None if taken_back is None else taken_back.round,
             keeps_work=keeps_work,
         )
+        return Applied(self.reference.rehashed(self.plan.round, versions), report)
+
+    def finish(self, applied: Applied) -> CommitReport:
+        """Makes a commit valid, all at once."""
+        self.reference.install(applied.table)
+        self.results.committed = True
+        if self.plan.taken_back is None:
+            self.previous.committed(self.reference)
+        return applied.report
 
     def _version(self, block: int, incomplete: Collection[int]) -> int:
         """The version of a changed block after the commit."""
