@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from scripts.testing.benches import codecs, memory, monitor, publish, rounds, step, transfer
+from scripts.testing.benches import codecs, memory, monitor, publish, round, rounds, step, transfer
 from scripts.testing.benchmark import Row, save, shown
 from spes_swarm.base.errors import SwarmError
 
@@ -21,7 +21,7 @@ def parse_arguments() -> argparse.Namespace:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    for module in (codecs, memory, monitor, publish, rounds, step, transfer):
+    for module in (codecs, memory, monitor, publish, round, rounds, step, transfer):
         name, text = module.__name__.rpartition(".")[2], module.__doc__ or ""
         command = commands.add_parser(
             name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
