@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from spes_swarm.base.errors import ProtocolError, RoundError
+from spes_swarm.network.round import exchange as exchange_module
 from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.protocol.consensus.codec import get_codec
@@ -21,6 +22,11 @@ from tests.helpers.hosts import MEMBERS
 from tests.helpers.rounds import KEY, UNBOUNDED, form, peer, small_layout
 
 LONG_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def no_part_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_module, "_SMALL", 0)
 
 
 def first_of(num_members: int) -> RoundState:

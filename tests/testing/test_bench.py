@@ -28,7 +28,7 @@ def test_a_benchmark_prints_and_writes_its_rows(
 @pytest.mark.swarm
 def test_peers_without_trainers_hold_rounds_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = tmp_path / "round.json"
-    options = ["round", "--parameters", "3e5", "--peers", "3", "--experts", "3", "--rounds", "4", "--fault", "kill"]
+    options = ["round", "--parameters", "3e6", "--peers", "3", "--experts", "3", "--rounds", "4", "--fault", "kill"]
     monkeypatch.setattr("sys.argv", ["bench.py", *options, "--json", str(result)])
     assert bench.main() == 0
     rows = {(row["round"], row["peer"]): row for row in json.loads(result.read_text(encoding="utf-8"))["rows"]}

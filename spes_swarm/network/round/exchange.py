@@ -40,6 +40,8 @@ _MAX_PUSH_HELLO_BYTES = 1024
 _MAX_PULL_HELLO_BYTES = 2 << 20
 _GROUP_ID_BYTES = 32
 _NUM_THREADS, _MAX_THREADS = 2, 8  # more would wait for the daemon, or for each other
+_LOOK_S = 0.05  # how often to look for members that are late
+_SMALL = 1 << 14  # elements of a part that takes less than a millisecond
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 _LOGGER = logging.getLogger(__name__)
@@ -125,7 +127,7 @@ class Exchange:
         return state.finish(committing.result())
 
     async def _compute(self, work: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        """Does what takes milliseconds in another thread, so that this peer answers others meanwhile.
+        """Does what takes long in another thread, so that this peer answers others meanwhile.
 
         If it is cancelled, it ends when the work has: nothing is changed behind the back of whoever goes on.
         """
@@ -136,6 +138,15 @@ class Exchange:
             while not done.done():
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([done])
+
+    async def _compute_part(
+        self, state: RoundState, index: int, work: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
+    ) -> _Result:
+        """Does the work on one part; on a small one at once, since to hand it over would take longer."""
+        if not _is_small(state, index):
+            return await self._compute(work, *args, **kwargs)
+        await asyncio.sleep(0)
+        return work(*args, **kwargs)
 
     def deadlines(self, state: RoundState) -> Deadlines:
         """The deadlines of a round's exchange."""
@@ -250,7 +261,7 @@ class Exchange:
                 open_channel(self._transport, peer_id, self._push_name, self._limits.stall_timeout_s) as channel,
             ):
                 await channel.send_hello(group=state.group.id)
-                async with aclosing(self._ahead(state.contributions.push_frame, parts)) as frames:
+                async with aclosing(self._ahead(state, parts)) as frames:
                     async for frame in frames:
                         await channel.send(frame)
                         state.payload_bytes_sent += len(frame.payload)
@@ -261,13 +272,16 @@ class Exchange:
             if math.isinf(self._timing.results_s.get(reducer, math.inf)):  # otherwise it has averaged without the rest
                 self.on_fault(peer_id, ProtocolError("push", f"could not push to reducer: {_reason(exc)}"))
 
-    async def _ahead(self, work: Callable[[Part], Frame], parts: list[Part]) -> AsyncGenerator[Frame]:
-        """Makes the frames of parts, each while the one before is being sent."""
+    async def _ahead(self, state: RoundState, parts: list[Part]) -> AsyncGenerator[Frame]:
+        """Yields the contributions to parts, and encodes each while the one before is being sent."""
+        encode = state.contributions.push_frame
         upcoming: asyncio.Future[Frame] | None = None
         try:
-            for after in [*parts[1:], None]:
-                frame = await (upcoming or self._compute(work, parts[0]))
-                upcoming = None if after is None else asyncio.ensure_future(self._compute(work, after))
+            for part, after in zip(parts, [*parts[1:], None], strict=True):
+                frame = await (upcoming or self._compute_part(state, part.index, encode, part))
+                upcoming = None
+                if after is not None and not _is_small(state, after.index):
+                    upcoming = asyncio.ensure_future(self._compute(encode, after))
                 yield frame
         finally:
             if upcoming is not None:
@@ -302,7 +316,7 @@ class Exchange:
                         if frame.part not in remaining:
                             raise ProtocolError("part", f"result {frame.part} is not this reducer's, or came twice")
                         remaining.discard(frame.part)
-                        await self._compute(state.results.store, frame, roots)
+                        await self._compute_part(state, frame.part, state.results.store, frame, roots)
         except ProtocolError as exc:
             self.on_fault(peer_id, exc)
         except STREAM_ERRORS as exc:
@@ -319,7 +333,7 @@ class Exchange:
         loop, stall_s = asyncio.get_running_loop(), self._limits.stall_timeout_s
         late_s = conduct.limit_s(state.plan.usual_s, self._timing.slack_s) if state.plan.usual_s else math.inf
         soon = min(loop.time() + late_s, deadline)  # until when members known to be late are waited for
-        num_owing = len(state.reduction.outstanding())
+        num_owing, looked = len(state.reduction.outstanding()), 0.0
         probes: dict[int, asyncio.Task[bool]] = {}
         own = asyncio.create_task(self._accept_own(state))
         try:
@@ -337,7 +351,8 @@ class Exchange:
                             self._give_up(state, member, "sent nothing")
                         elif member in probes and probes[member].done() and probes[member].result():
                             self._give_up(state, member, "is gone")
-                if loop.time() > soon:
+                if loop.time() > max(soon, looked + _LOOK_S):
+                    looked = loop.time()
                     self._give_up_late(state, num_owing, loop.time() > deadline, loop.time() > latest)
         finally:
             for probe in probes.values():
@@ -350,7 +365,7 @@ class Exchange:
         """Takes in this member's own contributions, and averages parts that nobody contributes to."""
         try:
             for part, contribution in state.reduction.own_parts():
-                await self._compute(state.reduction.accept_own, part, contribution)
+                await self._compute_part(state, part.index, state.reduction.accept_own, part, contribution)
         finally:
             if state.reduction.own_faults:
                 self.on_fault(self._name(state, state.me), state.reduction.own_faults[0])
@@ -359,7 +374,7 @@ class Exchange:
     async def _complete_ready(self, state: RoundState) -> None:
         """Averages parts whose last contributor has been given up."""
         for index in state.reduction.ready():
-            await self._compute(state.reduction.complete, index)
+            await self._compute_part(state, index, state.reduction.complete, index)
 
     async def _is_gone(self, state: RoundState, member: int) -> bool:
         """Returns True if no process listens at a silent member's address, so waiting for it is pointless.
@@ -504,7 +519,7 @@ class Exchange:
                 self._last_heard[member] = time.monotonic()
                 timing.note_contribution(member, frame.part, len(frame.payload))
                 try:
-                    await self._compute(state.reduction.accept, member, frame)
+                    await self._compute_part(state, frame.part, state.reduction.accept, member, frame)
                 except ProtocolError as exc:
                     self.on_fault(channel.peer_id, exc)
                 num_frames += 1
@@ -542,11 +557,11 @@ class Exchange:
             if position == len(state.reduction.reduced):
                 if not await self._reduced.wait(self._limits.stall_timeout_s / 4):
                     await channel.send(Frame(FrameKind.KEEPALIVE))
-                    continue
-                several = min(position + MAX_BATCH, state.reduction.num_to_reduce)  # which are signed together
-                await a_batch(self._reduced, state.reduction.reduced, several)
                 continue
             index = state.reduction.reduced[position]
+            if state.results.is_unsigned(index):
+                several = min(position + MAX_BATCH, state.reduction.num_to_reduce)  # which are signed together
+                await a_batch(self._reduced, state.reduction.reduced, several)
             position += 1
             if state.plan.block_of(state.plan.parts[index]).receives(member):
                 await self._send_result(state, channel, index, member, sent)
@@ -555,7 +570,7 @@ class Exchange:
         self, state: RoundState, channel: Channel, index: int, member: int, sent: dict[Commitment, int]
     ) -> None:
         """Sends a result, if this peer holds it in a form that the member can use."""
-        frame = await self._compute(state.results.frame, index, member, sent)
+        frame = await self._compute_part(state, index, state.results.frame, index, member, sent)
         if frame is None:
             return
         if state is not self._round:
@@ -567,6 +582,12 @@ class Exchange:
         state, member = await self._find_round(request.get("group"), peer_id)
         del member  # any member may ask
         return {"finished": state.finished, "held": bitmap(list(state.results.known), len(state.plan.parts))}
+
+
+def _is_small(state: RoundState, index: int) -> bool:
+    """Returns True if there is a part of that index, and all that is computed of it takes no time worth mentioning."""
+    parts = state.plan.parts
+    return 0 <= index < len(parts) and parts[index].size <= _SMALL
 
 
 def _max_payload(state: RoundState, num_elements: int) -> int:

@@ -164,6 +164,11 @@ class Results:
             if commitments:
                 self._unsigned.append((part, result.data, commitments))
 
+    def is_unsigned(self, index: int) -> bool:
+        """Returns True if `sign` will sign the result of a part."""
+        with self.lock:
+            return any(part.index == index for part, _, _ in self._unsigned)
+
     def sign(self) -> None:
         """Signs the results that are not signed yet."""
         with self.lock:
@@ -177,7 +182,8 @@ class Results:
 
         `sent`: see signed_result.encode; None: the message stands alone.
         """
-        self.sign()
+        if self.is_unsigned(index):  # otherwise those that come are signed together, later
+            self.sign()
         result = self.known.get(index)
         if result is None:
             return None
