@@ -29,11 +29,11 @@ def no_part_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_module, "_SMALL", 0)
 
 
-def first_of(num_members: int) -> RoundState:
-    """The first member's round; only it can be reached, so it reduces everything."""
+def first_of(num_members: int, *, others_reachable: bool = False) -> RoundState:
+    """The round of a member that can be reached; if no other can, it reduces everything."""
     layout = small_layout()
     initial_N = np.zeros(layout.num_elements, np.float32)
-    members = [peer(layout, initial_N, range(4), reachable=i == 0) for i in range(num_members)]
+    members = [peer(layout, initial_N, range(4), reachable=i == 0 or others_reachable) for i in range(num_members)]
     for member in members:
         member.live_N += 1.0
     group = form(members, 1)
@@ -76,10 +76,14 @@ def test_the_event_loop_runs_during_a_commit_which_cannot_be_cancelled(monkeypat
     asyncio.run(hold())
 
 
+@pytest.mark.parametrize("others_reachable", [False, True])
 @pytest.mark.parametrize("ends", ["cancelled", "too late"])
-def test_a_round_that_fails_takes_in_no_more_of_this_peers_work(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+def test_a_round_that_fails_takes_in_no_more_of_this_peers_work(
+    monkeypatch: pytest.MonkeyPatch, ends: str, others_reachable: bool
+) -> None:
     """Its weights may change then. Others still get the parts that they have contributed to."""
-    state, begun, released = first_of(2), threading.Event(), threading.Event()
+    state = first_of(2, others_reachable=others_reachable)
+    begun, released = threading.Event(), threading.Event()
     taken = []
     accept_own = state.reduction.accept_own
 
@@ -98,7 +102,8 @@ def test_a_round_that_fails_takes_in_no_more_of_this_peers_work(monkeypatch: pyt
             under_way.cancel()
         else:
             await asyncio.sleep(0.3)
-        await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
         assert not under_way.done()  # it waits for the piece of work that has begun
         released.set()
         with pytest.raises(asyncio.CancelledError if ends == "cancelled" else RoundError):

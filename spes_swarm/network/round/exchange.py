@@ -224,8 +224,9 @@ class Exchange:
                 await self._repair(state, begun + deadlines.repair_s)
         finally:
             for task in (*tasks, watch):
-                task.cancel()
-            await asyncio.wait(tasks)  # for the pieces of work that they have begun
+                if not task.cancelling():  # a second time, it would not end its pieces of work
+                    task.cancel()
+            await asyncio.wait(tasks)
             state.finished = True
 
     @asynccontextmanager
@@ -332,15 +333,15 @@ class Exchange:
         """Waits until all parts reduced here are complete, giving up contributors that fall silent or are too slow."""
         loop, stall_s = asyncio.get_running_loop(), self._limits.stall_timeout_s
         late_s = conduct.limit_s(state.plan.usual_s, self._timing.slack_s) if state.plan.usual_s else math.inf
-        soon = min(loop.time() + late_s, deadline)  # until when members known to be late are waited for
-        num_owing, looked = len(state.reduction.outstanding()), 0.0
+        look_at = min(loop.time() + late_s, deadline)  # until then, members known to be late are waited for
+        num_owing = len(state.reduction.outstanding())
         probes: dict[int, asyncio.Task[bool]] = {}
         own = asyncio.create_task(self._accept_own(state))
         try:
             while len(state.reduction.reduced) < state.reduction.num_to_reduce:
                 for task in filter(asyncio.Task.done, (own, *self._completing)):
                     task.result()  # raises what went wrong
-                until = next((at for at in (soon, deadline, latest) if loop.time() < at), latest)
+                until = next((at for at in (look_at, deadline, latest) if loop.time() < at), latest)
                 if not await self._reduced.wait(min(stall_s / 8, max(until - loop.time(), 0.0) + 0.01)):
                     now = time.monotonic()
                     for member in state.reduction.outstanding():
@@ -351,15 +352,17 @@ class Exchange:
                             self._give_up(state, member, "sent nothing")
                         elif member in probes and probes[member].done() and probes[member].result():
                             self._give_up(state, member, "is gone")
-                if loop.time() > max(soon, looked + _LOOK_S):
-                    looked = loop.time()
+                if loop.time() > look_at:
+                    look_at = loop.time() + _LOOK_S
                     self._give_up_late(state, num_owing, loop.time() > deadline, loop.time() > latest)
         finally:
             for probe in probes.values():
                 probe.cancel()
             own.cancel()
-            await asyncio.wait([own])
-            self._stop_awaiting(state, state.me)  # it may change its weights once the round has failed
+            try:
+                await asyncio.wait([own])
+            finally:
+                self._stop_awaiting(state, state.me)  # it may change its weights once the round has failed
 
     async def _accept_own(self, state: RoundState) -> None:
         """Takes in this member's own contributions, and averages parts that nobody contributes to."""
@@ -570,7 +573,10 @@ class Exchange:
         self, state: RoundState, channel: Channel, index: int, member: int, sent: dict[Commitment, int]
     ) -> None:
         """Sends a result, if this peer holds it in a form that the member can use."""
-        frame = await self._compute_part(state, index, state.results.frame, index, member, sent)
+        if state.results.is_unsigned(index):  # all that are unsigned are signed together, which may be many
+            frame = await self._compute(state.results.frame, index, member, sent)
+        else:
+            frame = await self._compute_part(state, index, state.results.frame, index, member, sent)
         if frame is None:
             return
         if state is not self._round:

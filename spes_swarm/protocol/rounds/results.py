@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -127,6 +128,9 @@ class Averaging:
         return signed
 
 
+_PART_S = 1e-3  # about what a commit takes for one part
+
+
 class Results:
     """The results of a round that one member holds: reduced here, or received.
 
@@ -137,6 +141,7 @@ class Results:
         misquoted: parts whose results include work in this member's name that is not its own.
         committed: the reference contains them.
         applied: the parts of which the reference has the new values.
+        applying: the part that is next; -1: there is none.
         payload_bytes: received.
 
     Methods may be called from several threads.
@@ -151,27 +156,28 @@ class Results:
         self.wanted = {part.index: part for part in inputs.plan.wanted(inputs.me)}
         self.misquoted: list[int] = []
         self.committed = False
+        self.applying = -1  # the part that the reference is being given the new values of
         self.applied: set[int] = set()
         self.is_restored = False  # the commit that the round takes back has been taken back
-        self.lock = threading.Lock()  # while parts are signed, or applied
+        self._lock = threading.Lock()  # while parts are added, or signed
         self.payload_bytes = 0
         self._unsigned: list[tuple[Part, bytes, dict[int, Commitment]]] = []
 
     def add_reduced(self, part: Part, result: Result, commitments: dict[int, Commitment]) -> None:
         """Adds the result of a part that is reduced here; `commitments` are the roots of the contributions in it."""
-        with self.lock:
+        with self._lock:
             self.known[part.index] = result
             if commitments:
                 self._unsigned.append((part, result.data, commitments))
 
     def is_unsigned(self, index: int) -> bool:
         """Returns True if `sign` will sign the result of a part."""
-        with self.lock:
-            return any(part.index == index for part, _, _ in self._unsigned)
+        result = self.known.get(index)
+        return result is not None and result.form is Form.DELTA and bool(result.included) and result.signed is None
 
     def sign(self) -> None:
         """Signs the results that are not signed yet."""
-        with self.lock:
+        with self._lock:
             unsigned, self._unsigned = self._unsigned, []
             for signed in self._averaging.sign(self._inputs.key, self._inputs.group.exchange, unsigned):
                 index = signed.head.part
@@ -192,8 +198,7 @@ class Results:
         if form is Form.DELTA and block_plan.result_form(member) is Form.FULL:
             if self.me not in block_plan.in_base:
                 return None
-            with self.lock:
-                form, data = Form.FULL, EXACT.encode(self.new_values(self.plan.parts[index], result))
+            form, data = Form.FULL, self._encoded(self.plan.parts[index], result)
         if form is Form.DELTA and result.signed is not None:
             extra = encode(result.included, self.plan.num_members, result.signed, {} if sent is None else sent)
         else:
@@ -210,6 +215,15 @@ class Results:
         if taken_back is None or not self.plan.block_of(part).restored or self.is_restored or self.missed(taken_back):
             return self._inputs.reference.values_N[where]
         return self._inputs.previous.values(where, part.block, self._inputs.reference)
+
+    def _encoded(self, part: Part, result: Result) -> bytes:
+        """The values of a part after the commit, which may be under way in another thread."""
+        while True:
+            was_applied = part.index in self.applied
+            data = EXACT.encode(self.new_values(part, result))
+            if self.applying != part.index and was_applied == (part.index in self.applied):
+                return data
+            time.sleep(_PART_S)
 
     def new_values(self, part: Part, result: Result) -> FloatArray:
         """Values of a part after the commit of a result, maybe in scratch memory."""
@@ -252,7 +266,7 @@ class Results:
             signed = self._check_signed(part, frame.payload, included, opening, roots)
         else:  # from another base, any distance may be right
             difference_of_full(part, frame.payload, self._inputs.reference)
-        with self.lock:
+        with self._lock:
             if part.index not in self.known:
                 self.known[part.index] = Result(form, frame.payload, included, energy, signed)
                 self.payload_bytes += len(frame.payload)
@@ -271,13 +285,13 @@ class Results:
 
     def arrived(self) -> list[tuple[Part, Result]]:
         """Wanted parts that have a result, with it."""
-        with self.lock:
+        with self._lock:
             return [(part, self.known[index]) for index, part in self.wanted.items() if index in self.known]
 
     @property
     def contributors(self) -> set[int]:
         """The members whose work is in a result that has arrived."""
-        with self.lock:
+        with self._lock:
             return set[int]().union(*(result.included for result in self.known.values()))
 
     def missing(self) -> list[int]:
@@ -288,11 +302,11 @@ class Results:
         """Drops results longer than their contributions can explain, as if missing; returns (reducer, fault) pairs."""
         if not self._inputs.bounds.bounded:
             return []
-        with self.lock:
+        with self._lock:
             known = {index: (result.included, result.energy) for index, result in self.known.items()}
         errors = []
         for excess in excessive_results(self.plan, self.me, known):
-            with self.lock:
+            with self._lock:
                 self.excessive.update({index: self.known.pop(index) for index in excess.parts})
             results = plural(len(excess.parts), "result")
             what = f"{results} of block {excess.block} longer than the contributions can explain"

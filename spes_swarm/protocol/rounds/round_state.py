@@ -133,12 +133,13 @@ class RoundState(RoundInputs):
             self.results.is_restored = True
         carried = self._carried(arrived)
         for part, result in arrived:
-            with self.results.lock:
-                new_N = self.results.new_values(part, result)
-                if part.block in trained:
-                    self._update_target(part, result, new_N, carried)
-                self.reference.values_N[part.start : part.start + part.size] = new_N
-                self.results.applied.add(part.index)
+            new_N = self.results.new_values(part, result)
+            if part.block in trained:
+                self._update_target(part, result, new_N, carried)
+            self.results.applying = part.index
+            self.reference.values_N[part.start : part.start + part.size] = new_N
+            self.results.applied.add(part.index)
+            self.results.applying = -1
         self.results.is_restored = True
         self._feedback.clear()  # a round is kept until the next one; its rounding errors need not be
         versions = [(index, self._version(index, incomplete)) for index in sorted(changed)]
