@@ -54,7 +54,7 @@ class RunServices:
         announcer = self.announcer = Announcer(state, self._dht.now, on_fault)
         guests = Guests(admits=door.admits, is_member=state.is_member)
         proofs = Proofs(transport, state, on_fault, guests, announcer.announce_soon, door.members.inviter)
-        known_peers = KnownPeers(settings.initial_peers)
+        known_peers = KnownPeers([*settings.initial_peers, *settings.known_peers])
         self.greeter = PeerGreeter(rpc, state.roster, known_peers, self._own_maddrs, daemon.connections)
         discovery = self._discovery = Discovery(state, door, self.greeter, announcer, proofs, on_fault)
         limits, num_threads = ExchangeLimits.of(run.round), settings.num_threads

@@ -126,6 +126,7 @@ class RunSettings:
     client_mode: bool
     bandwidth_mbps: float
     initial_peers: tuple[str, ...]
+    known_peers: tuple[str, ...] = ()  # addresses of an earlier session, from which nobody has answered yet
     upload_mbps: float | None = None  # declared by the user; transfers to newcomers stay below it
     num_threads: int | None = None  # for what exchanges compute; None: a few
     admission: bytes = b""  # of this peer; see protocol/admission/grants.py

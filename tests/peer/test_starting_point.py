@@ -94,7 +94,7 @@ class Newcomer:
 
     def obtain(self, source: PublicationSource | None, initial_peers: list[str]) -> ReferenceTable:
         absent: Any = None
-        found = FoundRun(manifest_of(), absent, source, initial_peers, [])
+        found = FoundRun(manifest_of(), absent, source, initial_peers, [], [])
         start = StartingPoint(self.context, found, LAYOUT, self.reference.values_N)
         try:
             return start.obtain(start.fill(), lambda: None).table

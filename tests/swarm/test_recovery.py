@@ -83,6 +83,24 @@ def test_the_whole_swarm_can_die_and_go_on_from_disk(tmp_path: Path) -> None:
             assert after[peer_id] >= before[peer_id] + common
 
 
+def test_peers_that_both_start_alone_find_each_other(tmp_path: Path) -> None:
+    """As after a power cut, when neither finds the other in time: here one does not know where to look."""
+    with swarm(tmp_path) as running:
+        peers = running.start_all(2)
+        for peer in peers:
+            peer.wait_for_round(2)
+        for peer in peers:
+            kill(peer)
+        founder, other = peers
+        (other.output_dir / "peers.json").unlink()
+        first = running.start(founder.output_dir.name, "--wait-for-peers", 2)
+        first.wait_for_text("this peer starts alone")
+        second = running.start(other.output_dir.name, "--wait-for-peers", 2)
+        for peer in (first, second):
+            peer.wait_for("round", lambda event: event["peers"] == 2)
+        equal_digests([first, second], max(min(first.rounds()), min(second.rounds())))
+
+
 def test_who_went_on_alone_is_told_that_the_others_have_gone_on_without_it(tmp_path: Path) -> None:
     """The founder is killed and comes back from its older checkpoint, when the other one is away."""
     with swarm(tmp_path) as running:

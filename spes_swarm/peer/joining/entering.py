@@ -37,6 +37,7 @@ def enter_swarm(
         client_mode=reach.client_mode,
         bandwidth_mbps=peer.upload_mbps or _DEFAULT_BANDWIDTH_MBPS,
         initial_peers=tuple(found.initial_peers),
+        known_peers=tuple(found.known_peers),
         upload_mbps=peer.upload_mbps,
         num_threads=peer.num_threads,
         tokenizer=context.directory.tokenizer if manifest.run.tokenizer.local is not None else None,

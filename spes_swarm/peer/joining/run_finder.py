@@ -52,6 +52,8 @@ class FoundRun:
     # Addresses of peers of the run: those given, or those of an earlier session if any answers now.
     initial_peers: list[str]
     connected: list[str]  # ids of those that answer
+    # Addresses of an earlier session, where nobody answers: peers that start at the same time may miss each other.
+    known_peers: list[str]
 
 
 def find_run(context: SessionContext) -> FoundRun:
@@ -100,6 +102,7 @@ class RunFinder:
         self._invitation = own_invitation(context.peer, context.directory)
         self._initial_peers = list(context.peer.initial_peers)
         self._connected: list[str] = []
+        self._known_peers: list[str] = []
         self._source: PublicationSource | None = None
 
     def find(self) -> FoundRun:
@@ -122,7 +125,7 @@ class RunFinder:
         if self._source is not None:
             with os_errors_as(UserError, f"{self._directory.acts}"):
                 add_acts(self._directory.acts, self._source.publication.decoded_acts, manifest)
-        return FoundRun(manifest, admission, self._source, self._initial_peers, self._connected)
+        return FoundRun(manifest, admission, self._source, self._initial_peers, self._connected, self._known_peers)
 
     def _find(self) -> Manifest:
         stored = self._directory.manifest()
@@ -232,6 +235,7 @@ class RunFinder:
                     "no peer of the last session answers: this peer starts alone, and others can join it; if one of "
                     "them has gone further, its later rounds may not count"
                 )
+            self._known_peers = known
             return []
         with suppress(BootstrapError, ManifestError):  # whatever they answer, unless it is that the swarm has upgraded
             self._ask_for_manifest(None, 0.0)
