@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 
 from spes_swarm.base.errors import ProtocolError
-from spes_swarm.network.link.dht_records import Records
+from spes_swarm.network.link.dht_records import RecordWriter
 from spes_swarm.network.link.wire import FaultSink
 from spes_swarm.network.run_state import RunState
 from spes_swarm.port.messages import Presence
@@ -51,7 +51,7 @@ class Announcer:
     faults: RecentFaults = field(init=False)
     _rounds: RecentRounds = field(default_factory=RecentRounds, init=False)
     _twins: TwinWatch = field(init=False)
-    _records: Records | None = field(default=None, init=False)
+    _records: RecordWriter | None = field(default=None, init=False)
     _expires: dict[str, float] = field(default_factory=dict, init=False)
     _lease_expires: float = field(default=0.0, init=False)
     _lease_is_out: bool = field(default=False, init=False)
@@ -67,7 +67,7 @@ class Announcer:
         self.faults = RecentFaults(self.now)
         self._twins = TwinWatch(self._config.progress_ttl_s)
 
-    def open(self, records: Records) -> None:
+    def open(self, records: RecordWriter) -> None:
         """Sets where records are written; none are written before."""
         self._records = records
 

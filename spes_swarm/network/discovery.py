@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from spes_swarm.network.announcer import Announcer
-from spes_swarm.network.link.dht_records import Records
 from spes_swarm.network.link.door import Door
+from spes_swarm.network.link.known_records import KnownRecords
 from spes_swarm.network.link.peer_greeter import PeerGreeter
 from spes_swarm.network.link.wire import FaultSink
 from spes_swarm.network.round.company import Company
@@ -34,7 +34,7 @@ class Discovery:
     proofs: Proofs
     on_fault: FaultSink
     company: Company = field(init=False)
-    _records: Records | None = field(default=None, init=False)
+    _records: KnownRecords | None = field(default=None, init=False)
     _volunteers: dict[str, Volunteer] = field(default_factory=dict, init=False)
     _twin_report: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -42,7 +42,7 @@ class Discovery:
         self._roster = self.run_state.roster
         self.company = Company(self._roster, self.run_state.run.round.progress_ttl_s, self.refresh_quietly)
 
-    def open(self, records: Records) -> None:
+    def open(self, records: KnownRecords) -> None:
         """Sets where records are read; `refresh` follows."""
         self._records = records
 
@@ -54,17 +54,17 @@ class Discovery:
     async def refresh(self) -> None:
         """Reads other peers' records and greets new peers, so that connections exist before the first round."""
         assert self._records is not None
-        read = self._records.read
-        progress, leases = await asyncio.gather(read("progress", Progress), read("leases", Lease))
+        await self._records.refresh()
+        progress = self._records.of("progress", Progress)
         new = self._roster.update(progress)
         if self.announcer.has_twin(progress):
             self._twin_report = asyncio.create_task(self._report_twin())
-        self.run_state.leases.update(leases)
+        self.run_state.leases.update(self._records.of("leases", Lease))
         self.proofs.compare(progress)
         self.company.note_read()
         self.announcer.learn_swarm_tokens()
         if self.announcer.volunteering is not None:
-            volunteers, has_answered = await read("publishers", Volunteer), self._roster.reputation.has_answered
+            volunteers, has_answered = self._records.of("publishers", Volunteer), self._roster.reputation.has_answered
             self._volunteers = {peer: record for peer, record in volunteers.items() if has_answered(peer)}
         self.greeter.greet_soon(new)
 
@@ -74,9 +74,10 @@ class Discovery:
             await self.refresh()
 
     async def refresh_leases(self) -> None:
-        """Reads only the leases."""
+        """Reads all leases in the DHT."""
         assert self._records is not None
-        self.run_state.leases.update(await self._records.read("leases", Lease))
+        await self._records.search("leases")
+        self.run_state.leases.update(self._records.of("leases", Lease))
 
     async def _report_twin(self) -> None:
         me, seen = self.run_state.identity.peer_id, await self.greeter.own_endpoints()

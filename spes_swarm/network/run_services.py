@@ -13,8 +13,9 @@ from spes_swarm.base.log import context, where_to_read
 from spes_swarm.network.announcer import Announcer
 from spes_swarm.network.diagnosis import roster_lines
 from spes_swarm.network.discovery import REFRESH_S, Discovery
-from spes_swarm.network.link.dht_records import Records, RunRecordValidator
+from spes_swarm.network.link.dht_records import RecordWriter, RunRecordValidator
 from spes_swarm.network.link.known_peers import KnownPeers
+from spes_swarm.network.link.known_records import KnownRecords
 from spes_swarm.network.link.peer_greeter import PeerGreeter
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.run_dht import RunDht
@@ -46,6 +47,7 @@ class RunServices:
         run, transport, on_fault = settings.manifest.run, daemon.transport, self._on_fault
         self._listener = listener
         self._daemon = daemon
+        self._rpc = rpc
         self._dht = RunDht(daemon, rpc, settings.manifest, on_fault, settings.tokenizer, settings.acts)
         door = self._dht.door
         state = self.state = RunState.of(identity, settings, door.admits, door.members.exclusions)
@@ -87,18 +89,30 @@ class RunServices:
     async def start(self) -> None:
         """Synchronises the clock with the swarm, joins the DHT and registers the services."""
         settings, run_id, initial_peers = self.state.settings, self.state.run_id, self.state.initial_peers
-        rules = self._dht.now, self._is_known, self._dht.door.vet_record
+        vet = self._dht.door.vet_record
+        validator = RunRecordValidator(run_id, self._dht.now, self._is_known, vet)
         await self._rounds.audits.start()  # before anybody is asked: it reads whom proofs exclude
         await self._dht.join(
             settings.initial_peers,
-            RunRecordValidator(run_id, *rules),
+            validator,
             lambda connected: initial_peers or connected,
             client_mode=settings.client_mode,
         )
-        records = Records(self._dht.node, self.state.identity, run_id, *rules)
-        self.announcer.open(records)
-        self._discovery.open(records)
+        writer = RecordWriter(self._dht.node, self.state.identity, run_id)
+        self.announcer.open(writer)
+        known_records = self._known_records = KnownRecords(
+            self._dht.node,
+            self._rpc,
+            validator,
+            run_id,
+            self._dht.now,
+            vet,
+            members=lambda: [view.peer_id for view in self.state.roster.answering() if view.progress.reachable],
+            near=lambda: writer.near,
+        )
+        self._discovery.open(known_records)
         await self._dht.serve()
+        await known_records.start()
         await self.greeter.start()
         await self._token_count.start()
         await self._rounds.exchange.start()
@@ -115,6 +129,7 @@ class RunServices:
         for task in self._tasks:
             task.cancel()
         self._discovery.stop()
+        self._known_records.stop()
         self._rounds.audits.end(keep=False)
         await self._rounds.lasting_records.close()
         await self._rounds.audits.proofs.stop()
@@ -176,7 +191,8 @@ class RunServices:
 
     async def _reunite(self) -> None:
         live = {self.state.identity.peer_id, *self._dht.door.present()}
-        await self.greeter.known_peers.reunite(live, self._daemon, self._dht.node)
+        if await self.greeter.known_peers.reunite(live, self._daemon, self._dht.node):
+            self._known_records.search_soon()
 
     # Reachability; see connectivity.py.
 

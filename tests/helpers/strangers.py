@@ -20,7 +20,7 @@ from typing import Any
 
 from hivemind.dht import DHTNode
 
-from spes_swarm.network.link.dht_records import Records
+from spes_swarm.network.link.dht_records import RecordWriter
 from spes_swarm.network.transport.dht import DhtNode
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Progress
@@ -88,9 +88,7 @@ async def haunt(
                 stored = 0
                 for i, ghost in enumerate(ghosts):
                     record = ghost_record(time.time() + GHOST_LIFE_S, **claims[i % len(claims)])
-                    stored += await Records(DhtNode(node), ghost, manifest.run_id, time.time).publish(
-                        "progress", record
-                    )
+                    stored += await RecordWriter(DhtNode(node), ghost, manifest.run_id).publish("progress", record)
                 yield stored
         finally:
             await node.shutdown()

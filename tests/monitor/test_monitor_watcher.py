@@ -30,7 +30,7 @@ from spes_swarm.monitor.history_file import read_meta
 from spes_swarm.monitor.options import parse_options
 from spes_swarm.monitor.watcher import NetworkOptions, Watcher, open_watcher
 from spes_swarm.network.link.clock import Timekeeper
-from spes_swarm.network.link.dht_records import Records, RunRecordValidator, record_key
+from spes_swarm.network.link.dht_records import RecordWriter, RunRecordValidator, record_key
 from spes_swarm.network.link.proof_query import stream_name
 from spes_swarm.network.link.rpc import Rpc
 from spes_swarm.network.link.wire import Channel, Guests, serve_channel
@@ -66,7 +66,7 @@ class Node:
         self.daemon = daemon
         self.node = node
         self.maddr = maddr
-        self.records = Records(DhtNode(node), self.identity, manifest().run_id, time.time)
+        self.records = RecordWriter(DhtNode(node), self.identity, manifest().run_id)
 
     async def publish(self, **changes: Any) -> None:
         """Tells that it is there."""

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from spes_swarm.network.link.dht_records import (
     MAX_LIFETIME_S,
     MAX_RECORD_BYTES,
-    Records,
+    RecordWriter,
     RunRecordValidator,
     _num_bytes,
     record_key,
@@ -57,6 +57,7 @@ from spes_swarm.protocol.members.records import (
 from spes_swarm.protocol.members.round_metrics import PeerMetrics
 from spes_swarm.protocol.members.routing_report import MAX_DEAD, MAX_LOADS, MAX_PAIRS
 from spes_swarm.protocol.members.signed import SignedModel, seal
+from tests.helpers.record_reader import read_records
 from tests.helpers.records import lease, progress
 from tests.helpers.rounds import identity
 
@@ -420,9 +421,8 @@ async def two_nodes() -> None:
             if known:
                 await bootstrap(daemon, known, 5.0)
             nodes.append(await DHTNode.create(p2p=daemon.p2p, initial_peers=known, record_validator=VALIDATOR))
-        records = [Records(DhtNode(node), identity(i), RUN, time.time) for i, node in enumerate(nodes)]
-        await honest_peers_see_each_other(records)
-        await an_intruder_changes_nothing(nodes, records)
+        await honest_peers_see_each_other(nodes)
+        await an_intruder_changes_nothing(nodes)
         newcomer = await Daemon.start(identity(2).path, [], client_mode=True)
         daemons.append(newcomer)
         known = [maddr for daemon in daemons[:2] for maddr in await daemon.maddrs() if "127.0.0.1" in maddr]
@@ -445,23 +445,25 @@ async def two_nodes() -> None:
     assert not any(daemon.is_alive for daemon in daemons)
 
 
-async def honest_peers_see_each_other(records: list[Records]) -> None:
+async def honest_peers_see_each_other(nodes: list[DHTNode]) -> None:
+    writers = [RecordWriter(DhtNode(node), identity(i), RUN) for i, node in enumerate(nodes)]
     expires = soon()
     written = {identity(i).peer_id: lease(expires, since_round=i) for i in range(2)}
-    for i, own in enumerate(records):
-        assert await own.publish("leases", written[identity(i).peer_id])
-    for own in records:
-        assert await own.read("leases", Lease) == written
+    for i, writer in enumerate(writers):
+        assert await writer.publish("leases", written[identity(i).peer_id])
+        assert writer.near == {identity(1 - i).peer_id}
+    for node in nodes:
+        assert await read_records(node, RUN, "leases", Lease) == written
     newer = lease(expires + 1, since_round=9)
-    assert await records[1].publish("leases", newer)
-    for own in records:
-        assert (await own.read("leases", Lease))[identity(1).peer_id] == newer
-        assert await own.read("progress", Progress) == {}
+    assert await writers[1].publish("leases", newer)
+    for node in nodes:
+        assert (await read_records(node, RUN, "leases", Lease))[identity(1).peer_id] == newer
+        assert await read_records(node, RUN, "progress", Progress) == {}
 
 
-async def an_intruder_changes_nothing(nodes: list[DHTNode], records: list[Records]) -> None:
+async def an_intruder_changes_nothing(nodes: list[DHTNode]) -> None:
     """Node 1 turns hostile: its own checks are off, and it writes under everybody's name."""
-    before = await records[0].read("leases", Lease)
+    before = await read_records(nodes[0], RUN, "leases", Lease)
     nodes[1].protocol.record_validator = None
     key, later = record_key(RUN, "leases"), soon(600)
     forged = seal(identity(1), "leases", RUN, lease(later))
@@ -474,7 +476,7 @@ async def an_intruder_changes_nothing(nodes: list[DHTNode], records: list[Record
     for value, subkey in attacks:
         answer = await nodes[1].protocol.call_store(nodes[0].peer_id, [key_id], [pack(value)], later, [subkey])
         assert answer == [False], (value, subkey)
-    assert await records[0].read("leases", Lease) == before
+    assert await read_records(nodes[0], RUN, "leases", Lease) == before
 
 
 async def a_blank_answer_hides_nobody(hostile: DHTNode, reader: DHTNode) -> None:
@@ -489,7 +491,7 @@ async def a_blank_answer_hides_nobody(hostile: DHTNode, reader: DHTNode) -> None
         return await ask(peer, keys)
 
     reader.protocol.call_find = ask_the_honest_later
-    found = await Records(DhtNode(reader), identity(2), RUN, time.time).read("leases", Lease)
+    found = await read_records(reader, RUN, "leases", Lease)
     assert set(found) == {identity(0).peer_id, identity(1).peer_id}
 
 

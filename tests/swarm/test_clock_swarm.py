@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from hivemind.dht import DHTNode
 
 from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.network.link.clock import TOLERANCE_S, Timekeeper
-from spes_swarm.network.link.dht_records import Records, RunRecordValidator
-from spes_swarm.network.transport.dht import DhtNode
+from spes_swarm.network.link.dht_records import RunRecordValidator
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.records import Progress
 from tests.helpers.dht_clock import in_hivemind
 from tests.helpers.hostile_peer import joined
+from tests.helpers.record_reader import read_records
 from tests.helpers.rounds import identity
 from tests.helpers.skewed_join import launch_skewed
 from tests.helpers.swarm import TINY_RUN, Swarm, equal_digests
@@ -55,8 +56,8 @@ async def watch_a_record_expire(peers: Sequence[LocalPeer], victim: LocalPeer, o
                 record_validator=RunRecordValidator(manifest.run_id, now),
             )
             try:
-                records = Records(DhtNode(node), own, manifest.run_id, now)
-                found = await records.read("progress", Progress)
+                read = partial(read_records, node, manifest.run_id, "progress", Progress, now)
+                found = await read()
                 assert found.keys() == {peer_id(peer) for peer in peers}
                 for record in found.values():
                     assert 0.0 < record.expires - now() < ttl_s + 2 * TOLERANCE_S
@@ -64,7 +65,7 @@ async def watch_a_record_expire(peers: Sequence[LocalPeer], victim: LocalPeer, o
                 victim.kill()
                 deadline = now() + ttl_s + 2 * TOLERANCE_S
                 # The moment before the look counts: on a busy machine a look takes seconds.
-                while (began := now()) and gone in await records.read("progress", Progress):
+                while (began := now()) and gone in await read():
                     assert began < deadline
                     await asyncio.to_thread(peers[0].wait_for_round, max(peers[0].rounds()) + 1)
             finally:

@@ -17,7 +17,7 @@ from scripts.testing.local_peer import PATIENCE_S, LocalPeer
 from spes_swarm.base.address import peer_id_of
 from spes_swarm.invite import main as invite_main
 from spes_swarm.monitor.__main__ import main as monitor
-from spes_swarm.network.link.dht_records import Records
+from spes_swarm.network.link.dht_records import RecordWriter
 from spes_swarm.network.link.rpc import RefusedError
 from spes_swarm.network.link.wire import open_channel
 from spes_swarm.network.transport.daemon import Daemon
@@ -28,6 +28,7 @@ from spes_swarm.protocol.members.records import Lease, Progress
 from spes_swarm.protocol.rounds.frames import FrameKind
 from tests.helpers.commands import output_of
 from tests.helpers.hostile_peer import joined
+from tests.helpers.record_reader import read_records
 from tests.helpers.records import lease, progress
 from tests.helpers.rounds import identity
 from tests.helpers.slow_join import launch_slow
@@ -136,12 +137,14 @@ async def _intrude(maddr: str, stolen: bytes) -> None:
                     assert (frame.kind, len(frame.payload) < 100) == (FrameKind.ERROR, True)
         expires = time.time() + 600
         async with node_of(daemon, maddr) as node:
-            records = Records(DhtNode(node), own, manifest.run_id, time.time)  # stored in this very node, at least
+            writer = RecordWriter(DhtNode(node), own, manifest.run_id)  # stored in this very node, at least
             for kind, record in (("progress", progress(expires, admission=stolen)), ("leases", lease(expires))):
-                await records.publish(kind, record)
+                await writer.publish(kind, record)
     async with joined(maddr, identity(4)) as (daemon, _, manifest), node_of(daemon, maddr) as node:
-        records = Records(DhtNode(node), identity(4), manifest.run_id, time.time)
-        seen = await records.read("progress", Progress) | await records.read("leases", Lease)
+        seen = {
+            *await read_records(node, manifest.run_id, "progress", Progress),
+            *await read_records(node, manifest.run_id, "leases", Lease),
+        }
         assert founder in seen
         assert own.peer_id not in seen
 

@@ -18,7 +18,7 @@ contact with; a newcomer calls every peer that it finds, so its records are kept
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from spes_swarm.base.decoding import unpack
 from spes_swarm.base.errors import ProtocolError
@@ -26,7 +26,7 @@ from spes_swarm.network.transport.dht import DhtNode, RecordValidator, StoredRec
 from spes_swarm.protocol.members.identity import Identity
 from spes_swarm.protocol.members.record_cache import VerifiedRecords
 from spes_swarm.protocol.members.records import SCHEMAS, Record
-from spes_swarm.protocol.members.signed import Model, seal, unseal
+from spes_swarm.protocol.members.signed import seal, unseal
 
 MAX_RECORD_BYTES = 6144
 # Records must not claim to be valid for longer than this, or a peer could fill other peers' memory permanently.
@@ -151,45 +151,26 @@ class RunRecordValidator(RecordValidator):
         return stranger in self._strangers or len(self._strangers) < MAX_STRANGERS
 
 
-class Records:
-    """Reads and writes the records of one run; `now` and `is_known` as for RunRecordValidator."""
+class RecordWriter:
+    """Writes this peer's records of one run.
 
-    def __init__(
-        self,
-        node: DhtNode,
-        identity: Identity,
-        run_id: str,
-        now: Callable[[], float],
-        is_known: Callable[[str], bool] = everybody,
-        vet: Vet = accept,
-    ) -> None:
+    Attributes:
+        near: the ids of the other peers whose nodes have taken the last record.
+    """
+
+    def __init__(self, node: DhtNode, identity: Identity, run_id: str) -> None:
         self._node = node
-        self._vet = vet
         self._identity = identity
         self._run_id = run_id
-        self._now = now
-        self._is_known = is_known
+        self.near: Collection[str] = ()
 
     async def publish(self, kind: str, record: Record) -> bool:
         """Stores this peer's record. Returns True if it is in the DHT afterwards."""
         sealed = seal(self._identity, kind, self._run_id, record)
         key, me = record_key(self._run_id, kind), self._identity.peer_id
-        if await self._node.store(key, sealed, record.expires, me):
+        if taken := await self._node.store(key, sealed, record.expires, me):
+            self.near = taken - {me}
             return True
         # Nodes also copy records to each other; one that has this very record already answers "not newer".
         stored = (await self._node.search(key)).get(me)
         return stored is not None and stored.expiration_time >= record.expires
-
-    async def read(self, kind: str, schema: type[Model]) -> dict[str, Model]:
-        """Returns all valid, unexpired records of a kind by peer id."""
-        records: dict[str, Model] = {}
-        for owner, entry in (await self._node.search(record_key(self._run_id, kind))).items():
-            try:
-                is_stranger = not self._is_known(owner)
-                writer, message = open_sealed(entry.value, kind, self._run_id, is_stranger=is_stranger)
-                self._vet(writer, message)
-            except ProtocolError:
-                continue  # the validator has refused it already; a hostile node may still return it to us
-            if writer == owner and isinstance(message, schema) and entry.expiration_time > self._now():
-                records[writer] = message
-        return records

@@ -94,9 +94,13 @@ class KnownPeers:
         answers = await asyncio.gather(*(try_one(peer) for peer in peers))
         return [peer for peer in answers if peer is not None]
 
-    async def reunite(self, live: Collection[str], daemon: Daemon, node: DhtNode) -> None:
-        """Dials peers that are not live, and brings those that answer back into the DHT."""
+    async def reunite(self, live: Collection[str], daemon: Daemon, node: DhtNode) -> bool:
+        """Dials peers that are not live, and brings those that answer back into the DHT; returns True if any has."""
+        found = False
         for peer_id in await self.dial(daemon, self.due(live)):
             # Once it answers, records pass between the two parts again.
-            if not await node.ping(peer_id):
+            if await node.ping(peer_id):
+                found = True
+            else:
                 await daemon.disconnect(peer_id)  # the connection was dead: see Rpc.on_silence
+        return found

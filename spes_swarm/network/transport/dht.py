@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
 from hivemind.dht import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.p2p import P2P, PeerID
 
 from spes_swarm.network.transport import hivemind_changes
 from spes_swarm.network.transport.hivemind_changes import Guard
+
+_NEAREST = 8  # nodes to a key that are looked for, of which some store what is written
 
 StoredRecord: TypeAlias = DHTRecord  # an entry of a dictionary; its subkey and value are encoded
 
@@ -93,9 +97,39 @@ class DhtNode:
         found = (await self._node.get_many([key], sufficient_expiration_time=math.nan)).get(key)
         return found.value if found is not None and isinstance(found.value, dict) else {}
 
-    async def store(self, key: str, value: bytes, expires: float, subkey: str) -> bool:
-        """Stores an entry; returns False if no node has taken it."""
-        return bool(await self._node.store(key, value, expires, subkey=subkey))
+    async def store(self, key: str, value: bytes, expires: float, subkey: str) -> set[str]:
+        """Stores an entry with the nodes nearest to its key; returns the peer ids of those that have taken it.
+
+        hivemind's own `store` looks for these nodes by asking up to twenty for the key, and each of them answers with
+        all entries that it has.
+        """
+        key_id, protocol = DHTID.generate(source=key), self._node.protocol
+        beside = DHTID(key_id ^ 1)  # has the same neighbours, and nobody stores anything there
+        found = await self._node.find_nearest_nodes([beside], k_nearest=_NEAREST, beam_size=_NEAREST)
+        candidates, packed = list(found[beside].values()), protocol.serializer.dumps(value)
+        record, taken, answered = stored_record(key, subkey, value, expires), set[str](), 0
+
+        async def store_at(peer: PeerID) -> bool | None:
+            if peer == self._node.peer_id:
+                is_valid = protocol.record_validator.validate(record)
+                return is_valid and bool(protocol.storage.store_subkey(key_id, subkey, packed, expires))
+            stored = await protocol.call_store(peer, [key_id], [packed], [expires], [subkey])
+            return None if stored is None else all(stored)
+
+        while candidates and answered < self._node.num_replicas:  # others stand in for those that do not answer
+            turn = [candidates.pop(0) for _ in candidates[: self._node.num_replicas - answered]]
+            for peer, stored in zip(turn, await asyncio.gather(*map(store_at, turn)), strict=True):
+                answered += stored is not None
+                if stored:
+                    taken.add(str(peer))
+        return taken
+
+    def stored(self, key: str) -> Iterator[tuple[Any, Any, float]]:
+        """The entries under a key that this node stores for others: subkey, value and expiration time."""
+        item = self._node.protocol.storage.get(DHTID.generate(source=key))
+        if item is not None and isinstance(item.value, DictionaryDHTValue):
+            for subkey, (packed, expires) in list(item.value.items()):
+                yield subkey, DHTProtocol.serializer.loads(packed), expires
 
     def knows(self, peer_id: str) -> bool:
         """Returns True if a peer's node has answered this one, or called it."""

@@ -1,0 +1,208 @@
+"""The records of a run that a member knows: members tell each other what is new, instead of searching the DHT.
+
+A search asks up to twenty nodes for all records of a kind. With 64 members, to read them once a second would take most
+of a core; so a member tells two others once a second what it has, and gets what is newer. While members are few, one of
+the two is a node with which records are stored, so all know a record within about a second. Among many it spreads from
+member to member: after about three seconds, 64 know it.
+
+Nobody decides alone what another one knows: whom a member asks is drawn by lot, and the DHT is searched now and then.
+That also finds peers that no member knows of, as after a cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import struct
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Final
+
+from blake3 import blake3
+
+from spes_swarm.base.errors import ProtocolError
+from spes_swarm.network.link.dht_records import RunRecordValidator, Vet, record_key
+from spes_swarm.network.link.rpc import Rpc
+from spes_swarm.network.transport.dht import DhtNode, stored_record
+from spes_swarm.protocol.members.records import Record
+from spes_swarm.protocol.members.signed import Model
+
+KINDS: Final = ("progress", "leases", "publishers")
+_TIMEOUT_S = 3.0
+_PATIENCE_S = 1.0  # for answers; those that come later count as well
+_ASKED = 2  # members, each time
+_FEW = 16  # among so many others, a node that stores records is asked each time
+_SEARCH_S = 2.0  # between two searches of the DHT, for each member
+_MARK = struct.Struct("<8sd")  # of a record: digest of its writer's id, and its expiration
+_MAX_HAVE_BYTES = 2048 * _MARK.size  # of each kind
+_MAX_ANSWER_BYTES = 1 << 20
+# Why this peer may refuse what an honest member passes on, who knows other peers or acts, or has another time.
+_DIFFERENT_VIEWS = frozenset({"strangers", "stranger", "terms", "lifetime", "version"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A valid record, and how it is passed on."""
+
+    message: Record
+    sealed: bytes
+    writer_mark: bytes
+
+
+@dataclass(eq=False)
+class KnownRecords:
+    """The newest record of each kind and writer.
+
+    `members` returns the ids of members that can be asked, `near` those of the nodes that have stored this peer's last
+    record; `now` the swarm's time in Unix seconds.
+    """
+
+    node: DhtNode
+    rpc: Rpc
+    validator: RunRecordValidator
+    run_id: str
+    now: Callable[[], float]
+    vet: Vet
+    members: Callable[[], Collection[str]]
+    near: Callable[[], Collection[str]]
+
+    def __post_init__(self) -> None:
+        self._known: dict[str, dict[str, _Entry]] = {kind: {} for kind in KINDS}
+        self._search_at = -math.inf  # monotonic time
+        self._asking: dict[str, asyncio.Task[bool]] = {}  # by peer id
+
+    async def start(self) -> None:
+        """Registers the handler."""
+        await self.rpc.serve("records", self._serve)
+
+    def stop(self) -> None:
+        """Ends what is under way, as this peer leaves."""
+        for task in self._asking.values():
+            task.cancel()
+
+    def of(self, kind: str, schema: type[Model]) -> dict[str, Model]:
+        """The valid, unexpired records of a kind by peer id."""
+        return {
+            writer: entry.message for writer, entry in self._current(kind).items() if isinstance(entry.message, schema)
+        }
+
+    def search_soon(self) -> None:
+        """Makes the next refresh a search: there may be peers that no member knows of."""
+        self._search_at = -math.inf
+
+    async def refresh(self) -> None:
+        """Asks others what is new. Searches the DHT instead if it is time for that, or nobody answers."""
+        if time.monotonic() >= self._search_at or not await self._ask_some():
+            self._search_at = time.monotonic() + _SEARCH_S * (1 + len(self.members()))
+            await asyncio.gather(*map(self.search, KINDS))
+        self._take_stored()
+
+    async def search(self, kind: str) -> None:
+        """Takes in all records of a kind that the DHT has."""
+        for owner, entry in (await self.node.search(record_key(self.run_id, kind))).items():
+            self._take(kind, owner, entry.value, entry.expiration_time)
+
+    def _current(self, kind: str) -> dict[str, _Entry]:
+        """What is known, without records that have expired, and those of peers that may no longer take part."""
+        known, now = self._known[kind], self.now()
+        for writer in [writer for writer, entry in known.items() if entry.message.expires <= now]:
+            del known[writer]
+        return {writer: entry for writer, entry in known.items() if self._may_take_part(writer, entry.message)}
+
+    def _may_take_part(self, writer: str, message: Record) -> bool:
+        try:
+            self.vet(writer, message)
+        except ProtocolError:
+            return False
+        return True
+
+    def _take(self, kind: str, owner: object, sealed: object, expires: float) -> str | None:
+        """Takes in a record if it is newer than the one known; returns what is wrong with it, if it is invalid."""
+        known = self._known[kind].get(owner) if isinstance(owner, str) else None
+        if known is not None and known.message.expires >= expires:
+            return None
+        try:
+            writer, message = self.validator.open(stored_record(record_key(self.run_id, kind), owner, sealed, expires))
+        except ProtocolError as exc:
+            return exc.kind
+        assert isinstance(sealed, bytes)
+        self._known[kind][writer] = _Entry(message, sealed, blake3(writer.encode()).digest()[:8])
+        return None
+
+    def _take_stored(self) -> None:
+        """Takes in the records that this peer's own node stores for others."""
+        for kind in KINDS:
+            for owner, sealed, expires in self.node.stored(record_key(self.run_id, kind)):
+                self._take(kind, owner, sealed, expires)
+
+    # Asking others, and answering them.
+
+    async def _ask_some(self) -> bool:
+        """Asks a few members, drawn by lot; returns False if nobody has answered soon."""
+        for peer in (drawn := self._draw()):
+            self._asking[peer] = asyncio.create_task(self._ask(peer), name=peer)
+            self._asking[peer].add_done_callback(lambda task: self._asking.pop(task.get_name()))
+        if not drawn:
+            return False
+        answered, _ = await asyncio.wait([self._asking[peer] for peer in drawn], timeout=_PATIENCE_S)
+        return any(task.result() for task in answered)
+
+    def _draw(self) -> list[str]:
+        members = [peer for peer in self.members() if peer not in self._asking]
+        near = [peer for peer in self.near() if peer not in self._asking]
+        drawn = [random.choice(near)] if near and random.random() * len(members) < _FEW else []
+        others = [peer for peer in members if peer not in drawn]
+        return drawn + random.sample(others, min(_ASKED - len(drawn), len(others)))
+
+    async def _ask(self, peer_id: str) -> bool:
+        """Asks a peer for records that it lacks or has older ones of; returns False if there is no answer."""
+        have = {kind: self._marks(kind) for kind in KINDS}
+        try:
+            answer = await self.rpc.call(peer_id, "records", {"run": self.run_id, "have": have}, _TIMEOUT_S)
+        except (OSError, ProtocolError):
+            return False
+        try:
+            self._take_answer(answer)
+        except ProtocolError as exc:
+            self.rpc.on_fault(peer_id, exc)
+            return False
+        return True
+
+    def _marks(self, kind: str) -> bytes:
+        entries = self._known[kind].values()
+        marks = [_MARK.pack(entry.writer_mark, entry.message.expires) for entry in entries]
+        return b"".join(marks)[:_MAX_HAVE_BYTES]
+
+    def _take_answer(self, answer: dict[str, Any]) -> None:
+        """Takes in the records of an answer, up to the first one that no honest member would pass on."""
+        for kind in KINDS:
+            records = answer.get(kind)
+            if not isinstance(records, list):
+                raise ProtocolError("malformed", "an answer about records lacks its fields")
+            for record in records:
+                if not (isinstance(record, list) and len(record) == 3 and isinstance(record[2], float)):
+                    raise ProtocolError("malformed", "a record in an answer has three fields")
+                fault = self._take(kind, *record)
+                if fault is not None and fault not in _DIFFERENT_VIEWS:
+                    raise ProtocolError(fault, "an answer with an invalid record")
+
+    async def _serve(self, peer_id: str, request: dict[str, Any]) -> dict[str, Any]:
+        del peer_id
+        have = request.get("have")
+        if request.get("run") != self.run_id or not isinstance(have, dict):
+            raise ProtocolError("malformed", "a question about records of another run, or without a list")
+        self._take_stored()
+        room, answer = _MAX_ANSWER_BYTES, dict[str, Any]()
+        for kind in KINDS:
+            marks = have.get(kind, b"")
+            if not isinstance(marks, bytes) or len(marks) > _MAX_HAVE_BYTES or len(marks) % _MARK.size:
+                raise ProtocolError("malformed", "a list of records that a peer has")
+            expires = dict[bytes, float](_MARK.iter_unpack(marks))
+            answer[kind] = []
+            for writer, entry in self._current(kind).items():
+                if expires.get(entry.writer_mark, -math.inf) < entry.message.expires and room >= len(entry.sealed):
+                    room -= len(entry.sealed)
+                    answer[kind].append([writer, entry.sealed, entry.message.expires])
+        return answer
