@@ -13,6 +13,7 @@ grown_mb          by how much memory of the network process that it does not sha
 sent, received    MB of payload
 members, missing  of the round; parts that have not come
 tries             until the round was committed
+idle_percent      with --idle: of a core, network process and p2pd together, before the first round
 answer_ms         the median, and the longest, time in which the first peer answers somebody who asks it for the run's
                   manifest every 10 ms
 
@@ -48,6 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="of which the first is not counted")
     parser.add_argument("--disk", type=Path, help="directory for the reference and the differences")
     parser.add_argument("--no-previous", action="store_true", help="peers keep nothing to take commits back")
+    parser.add_argument("--idle", type=float, default=0.0, help="seconds in which nothing happens, at first")
     parser.add_argument("--fault", choices=("kill", "freeze"))
 
 
@@ -72,7 +74,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         answers = json.loads((asked / "answers.json").read_text())
         for number in range(2, options.rounds + 1):
             for task in tasks[: len(processes)]:
-                row = json.loads((task.place / f"{number}.json").read_text())
+                if not (measured := task.place / f"{number}.json").exists():
+                    continue  # it has missed this round
+                row = json.loads(measured.read_text())
                 begun, ended = row.pop("begun"), row.pop("ended")
                 times = sorted(seconds for at, seconds in answers if begun <= at <= ended) if not task.index else []
                 row |= {"answer_ms": 1e3 * statistics.median(times), "longest_ms": 1e3 * times[-1]} if times else {}
@@ -92,6 +96,7 @@ def _task(options: argparse.Namespace, index: int, directory: Path) -> Task:
         num_rounds=options.rounds,
         disk=options.disk,
         keeps_previous=not options.no_previous,
+        idle_s=options.idle,
         fault=options.fault if index == options.peers - 1 else None,
     )
 

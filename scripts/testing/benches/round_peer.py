@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,6 +66,7 @@ class Task:
         place: its directory; `first`: that of the founder.
         keeps_previous: whether it could take its last commit back.
         fault: what happens to it in the last round but one.
+        idle_s: for how long it does nothing, once all are there.
     """
 
     index: int
@@ -80,6 +81,7 @@ class Task:
     disk: Path | None
     keeps_previous: bool
     fault: str | None
+    idle_s: float
 
     def dumps(self) -> str:
         """As one argument of a program."""
@@ -198,7 +200,8 @@ def take_part(arguments: list[str]) -> int:
     _await(lambda: network.ask(Commands.view, _TIMEOUT_S).num_training >= task.num_peers - 1)
     _await((task.first / "asking").exists)
     try:
-        _hold_rounds(task, network, contribution.values_N)
+        idle = {"idle_percent": _idle_percent(task.idle_s)} if task.idle_s else {}
+        _hold_rounds(task, network, contribution.values_N, idle)
     finally:
         network.stop()
     return 0
@@ -223,7 +226,15 @@ def _bootstrap(network: NetworkClient, first: Path) -> list[str]:
     return peers
 
 
-def _hold_rounds(task: Task, network: NetworkClient, contribution_N: FloatArray) -> None:
+def _idle_percent(seconds: float) -> float:
+    """What the network process and its p2pd take of a core while nothing happens."""
+    processes = psutil.Process().children(recursive=True)
+    begun, before = time.monotonic(), _cpu_seconds(processes)
+    time.sleep(seconds)
+    return 100 * (_cpu_seconds(processes) - before) / (time.monotonic() - begun)
+
+
+def _hold_rounds(task: Task, network: NetworkClient, contribution_N: FloatArray, idle: Mapping[str, float]) -> None:
     trained = task.layout.trained_blocks(task.held)
     noise_N = _NOISE * np.random.default_rng(task.index).standard_normal(_CHUNK, dtype=np.float32)
     number = tries = 0
@@ -238,7 +249,10 @@ def _hold_rounds(task: Task, network: NetworkClient, contribution_N: FloatArray)
         except RoundError as exc:
             print(exc, flush=True)
             continue
-        assert isinstance(report, RoundReport)
+        if not isinstance(report, RoundReport):  # it has missed a round, and fetched the reference
+            print(report, flush=True)
+            number, tries = report.round, 0
+            continue
         number = report.commit.round
         sent, received = network.ask(Commands.traffic, _TIMEOUT_S)
         figures = json.loads((task.place / "figures.json").read_text())
@@ -253,6 +267,7 @@ def _hold_rounds(task: Task, network: NetworkClient, contribution_N: FloatArray)
             "members": len(report.commit.members),
             "missing": report.commit.parts_missing,
             "tries": tries,
+            **idle,
         }
         publish(task.place / f"{number}.json", json.dumps(row))
         tries = 0
