@@ -311,8 +311,6 @@ class SequentialSwarm:
             )
             for index, peer in enumerate(self.peers)
         ]
-        for state in states:
-            state.reduction.complete_all()
         payload_bytes = _exchange(states)
         shortened = {c.member for block in plan.blocks.values() for c in block.contributions if c.scale < _SHORTENED}
         faults = 0
@@ -387,11 +385,15 @@ def _exchange(states: Sequence[RoundState]) -> int:
     plan: Plan = states[0].plan
     num_bytes = 0
     for part in plan.parts:
+        reduction = states[part.reducer].reduction
         for contribution in plan.block_of(part).contributions:
-            if contribution.member != part.reducer:
+            if contribution.member == part.reducer:
+                reduction.accept_own(part, contribution)
+            else:
                 frame = states[contribution.member].contributions.push_frame(part)
-                states[part.reducer].reduction.accept(contribution.member, frame)
+                reduction.accept(contribution.member, frame)
                 num_bytes += len(frame.payload)
+        reduction.complete(part.index)  # it may have no contributions
     for receiver, state in enumerate(states):
         for index, part in state.results.wanted.items():
             result = states[part.reducer].results.frame(index, receiver) if part.reducer != receiver else None

@@ -25,7 +25,7 @@ from spes_swarm.protocol.rounds.taking_back import Previous
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 from tests.helpers.hosts import MEMBERS, Endpoint, connected
 from tests.helpers.lying_reducer import lying_state
-from tests.helpers.rounds import BOUNDED, KEY, RUN_ID, UNBOUNDED, form, peer, small_layout
+from tests.helpers.rounds import BOUNDED, KEY, RUN_ID, UNBOUNDED, complete_all, form, peer, small_layout
 
 LAYOUT = small_layout()
 STALL_S = 8.0  # a member that shows nothing is asked again after a quarter of it
@@ -86,7 +86,7 @@ def exchanged(
         for i, m in enumerate(members)
     ]
     for state in states:
-        state.reduction.complete_all()
+        complete_all(state.reduction)
     for sender in states:
         for target in states:
             for part in plan.pushes(sender.me, target.me):

@@ -32,6 +32,7 @@ from spes_swarm.protocol.rounds.plan import Contribution, Form, Part, Plan
 from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.results import Results
 from spes_swarm.protocol.rounds.round_state import RoundState
+from tests.helpers.rounds import complete_all
 from tests.helpers.slow_join import PAUSE_S, sleeping_main
 
 _LOUD_RMS = 0.9
@@ -81,7 +82,7 @@ def lying_state(kind: str, first_round: int = 0) -> type[RoundState]:
             victim = next(i for i in range(self.plan.num_members) if i != self.me)
             if kind == "dropping" and lies(self.plan) and member == victim:
                 self.give_up(member)
-                self.complete_all()
+                complete_all(self)
             else:
                 super().accept(member, frame)
 

@@ -24,6 +24,7 @@ from spes_swarm.protocol.rounds.frames import Frame
 from spes_swarm.protocol.rounds.outcome import Bounds, CommitReport
 from spes_swarm.protocol.rounds.own_statement import difference_rms
 from spes_swarm.protocol.rounds.plan import Plan, common_lineage, make_plan
+from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, seal_statement
 from spes_swarm.protocol.rounds.taking_back import Previous
@@ -136,8 +137,16 @@ def form(peers: Sequence[FakePeer], round_number: int) -> Group:
 def open_round(*args: Any, **kwargs: Any) -> RoundState:
     """A member's round, in which it has taken in its own contributions."""
     state = RoundState(*args, **kwargs)
-    state.reduction.complete_all()
+    complete_all(state.reduction)
     return state
+
+
+def complete_all(reduction: Reduction) -> None:
+    """Takes in a reducer's own contributions and averages what is ready, without a pause; see `Exchange`."""
+    for part, contribution in reduction.own_parts():
+        reduction.accept_own(part, contribution)
+    for index in reduction.ready():
+        reduction.complete(index)
 
 
 def hold_round(
@@ -172,7 +181,7 @@ def hold_round(
     for target in states:
         for member in target.reduction.outstanding():
             target.reduction.give_up(member)
-        target.reduction.complete_all()
+        complete_all(target.reduction)
     for receiver, state in enumerate(states):
         for index, part in state.results.wanted.items():
             if part.reducer != receiver:

@@ -17,7 +17,7 @@ from spes_swarm.protocol.rounds.outcome import CommitReport
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.statement import Group, Statement
 from tests.helpers.lone_trainer import run_config
-from tests.helpers.rounds import KEY, FakePeer, form, identities, open_round
+from tests.helpers.rounds import KEY, FakePeer, complete_all, form, identities, open_round
 from tests.helpers.run_settings import settings_without_trainer
 from tests.helpers.tiny_model import tiny_layout
 
@@ -38,7 +38,7 @@ def test_rounds_without_parts_of_the_shared_layers_are_reported() -> None:
         return form([member, member], statement.round)
 
     async def exchange(state: RoundState, *_: Any) -> CommitReport:
-        state.reduction.complete_all()
+        complete_all(state.reduction)
         assert run.is_member(newcomer.peer_id)  # its slots are reserved although it has delivered nothing so far
         if state.plan.round == 4:
             other = open_round(

@@ -19,7 +19,17 @@ from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
 from spes_swarm.protocol.rounds.round_state import RoundState
-from tests.helpers.rounds import KEY, UNBOUNDED, FakePeer, form, hold_round, open_round, peer, small_layout
+from tests.helpers.rounds import (
+    KEY,
+    UNBOUNDED,
+    FakePeer,
+    complete_all,
+    form,
+    hold_round,
+    open_round,
+    peer,
+    small_layout,
+)
 from tests.helpers.signing import resigned_contribution, resigned_result, signed_result, signed_roots
 
 HOSTILE = 2  # index of the hostile member among three
@@ -123,7 +133,7 @@ def finish(plan: Plan, states: list[RoundState], *, hostile_results: Callable[[i
                 target.reduction.accept(sender.me, sender.contributions.push_frame(part))
     for target in honest:
         target.reduction.give_up(HOSTILE)
-        target.reduction.complete_all()
+        complete_all(target.reduction)
         assert not target.reduction.outstanding()
     for receiver in honest:
         for index, part in receiver.results.wanted.items():

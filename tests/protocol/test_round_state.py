@@ -21,7 +21,7 @@ from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
 from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.track_record import TrackRecords
-from tests.helpers.rounds import BOUNDED, KEY, UNBOUNDED, FakePeer, form, open_round, peer, small_layout
+from tests.helpers.rounds import BOUNDED, KEY, UNBOUNDED, FakePeer, complete_all, form, open_round, peer, small_layout
 from tests.helpers.signing import resigned_contribution, signed_result, signed_roots
 from tests.helpers.swarm import TINY_RUN, merged
 
@@ -82,7 +82,7 @@ def test_a_contribution_that_is_being_checked_is_not_given_up(monkeypatch: pytes
     reduction.accept(1, states[1].contributions.push_frame(part))
     monkeypatch.undo()
     reduction.give_up(2)
-    reduction.complete_all()
+    complete_all(reduction)
     assert 1 in states[0].results.known[part.index].included
 
 
@@ -212,7 +212,7 @@ def test_work_that_was_left_out_is_carried_over_to_wherever_the_reference_goes()
                 target.reduction.accept(sender.me, sender.contributions.push_frame(part))
     for target in states[:2]:
         target.reduction.give_up(2)
-        target.reduction.complete_all()
+        complete_all(target.reduction)
     distribute(states)
     states[2].commit()
     new_N = peers[2].reference.values_N

@@ -323,13 +323,6 @@ class Reduction:
                     owed.setdefault(member, []).append(index)
         return owed
 
-    def complete_all(self) -> None:
-        """Takes in this member's own contributions and averages what is ready, without a pause; see `Exchange`."""
-        for part, contribution in self.own_parts():
-            self.accept_own(part, contribution)
-        for index in self.ready():
-            self.complete(index)
-
     def complete(self, index: int) -> None:
         """Averages a part if it is ready."""
         with self._lock:
