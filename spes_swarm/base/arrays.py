@@ -11,6 +11,7 @@ import mmap
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,7 @@ import numpy.typing as npt
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float32]
-
-
-_PIECE = 1 << 16  # elements that are converted to fp64 at a time
+_PIECE = 1 << 16  # elements
 
 
 class _Scratch(threading.local):
@@ -38,7 +37,7 @@ _SCRATCH = _Scratch()
 def scratch(use: str, num_elements: int, dtype: npt.DTypeLike = np.float32) -> NDArray[Any]:
     """Returns an uninitialised array, until this thread asks for the same use again.
 
-    To allocate the memory of a part anew takes as long as to compute it, since the kernel has to clear it.
+    The kernel clears memory that it allocates, which for the values of a part takes as long as computing them.
     """
     found = _SCRATCH.arrays.get(use)
     if found is None or len(found) < num_elements:
@@ -47,12 +46,17 @@ def scratch(use: str, num_elements: int, dtype: npt.DTypeLike = np.float32) -> N
     return found[:num_elements]
 
 
+def pieces(num_elements: int) -> Iterator[slice]:
+    """Divides a long array into pieces, so short that what is computed of one stays in the cache of a core."""
+    return (slice(start, min(start + _PIECE, num_elements)) for start in range(0, num_elements, _PIECE))
+
+
 def sum_of_squares(values: FloatArray) -> float:
     """Adds up the squares in fp64; infinite if they overflow."""
     values_N, total = values.reshape(-1), 0.0
     with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, len(values_N), _PIECE):
-            piece_N = values_N[start : start + _PIECE]
+        for where in pieces(len(values_N)):
+            piece_N = values_N[where]
             exact_N = scratch("sum of squares", len(piece_N), np.float64)
             exact_N[:] = piece_N
             total += float(np.einsum("n,n->", exact_N, exact_N))

@@ -18,7 +18,7 @@ from statistics import median_high, median_low
 import numpy as np
 from numpy.typing import NDArray
 
-from spes_swarm.base.arrays import FloatArray
+from spes_swarm.base.arrays import FloatArray, pieces
 
 # A contribution may deviate this many times as far from the common direction as the median one.
 MAX_DEVIATION = 1.5
@@ -33,7 +33,6 @@ _LEAST_DEVIATION = 1e-6
 # Members agree if the usual cosine between two of them is larger than this, and so many times larger than chance, which
 # is about 1 / sqrt(N). From there to twice as much, opposition counts by degrees.
 _AGREED, _BEYOND_CHANCE = 0.02, 4.0
-_CHUNK = 1 << 16  # elements that are converted to fp64 at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +121,9 @@ def _gram(differences_MN: FloatArray) -> NDArray[np.float64]:
     """The inner products of the contributions; squares of fp32 values neither over- nor underflow in fp64."""
     num_members, num_elements = differences_MN.shape
     gram_MM = np.zeros((num_members, num_members))
-    for begin in range(0, num_elements, _CHUNK):
-        chunk_MK = differences_MN[:, begin : begin + _CHUNK].astype(np.float64)
-        gram_MM += chunk_MK @ chunk_MK.T
+    for where in pieces(num_elements):
+        piece_MK = differences_MN[:, where].astype(np.float64)
+        gram_MM += piece_MK @ piece_MK.T
     return gram_MM
 
 

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spes_swarm.base.arrays import FloatArray, scratch, sum_of_squares
+from spes_swarm.base.arrays import FloatArray, pieces, scratch, sum_of_squares
 from spes_swarm.protocol.consensus.lineage import Lineage
 from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.ownership.lease_table import Leases
 from spes_swarm.protocol.rounds.statement import MAX_PACE, MAX_RMS, Statement
 from spes_swarm.protocol.rounds.track_record import TrackRecords
-
-_CHUNK = 1 << 16  # elements: the difference of so many stays in the cache of a core
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +87,8 @@ def difference_rms(reference: Reference, live_N: FloatArray, held: Sequence[int]
 
 def _rms(values_N: FloatArray, base_N: FloatArray) -> float:
     energy = 0.0
-    difference_N = scratch("own difference", _CHUNK)
     with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, len(values_N), _CHUNK):
-            piece_N = values_N[start : start + _CHUNK]
-            out_N = difference_N[: len(piece_N)]
-            energy += sum_of_squares(np.subtract(piece_N, base_N[start : start + _CHUNK], out=out_N))
+        for where in pieces(len(values_N)):
+            out_N = scratch("own difference", where.stop - where.start)
+            energy += sum_of_squares(np.subtract(values_N[where], base_N[where], out=out_N))
     return min(math.sqrt(energy / len(values_N)), MAX_RMS) if math.isfinite(energy) else 0.0
