@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,34 +13,47 @@ import numpy as np
 import pytest
 
 from spes_swarm.base.errors import ProtocolError, RoundError
-from spes_swarm.network.round import exchange as exchange_module
+from spes_swarm.network.link.wire import Channel, open_channel
+from spes_swarm.network.round import workers as workers_module
 from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.network.round.exchange import Exchange
 from spes_swarm.protocol.consensus.codec import get_codec
-from spes_swarm.protocol.rounds.plan import make_plan
+from spes_swarm.protocol.rounds.contributions import Contributions
+from spes_swarm.protocol.rounds.frames import Frame
+from spes_swarm.protocol.rounds.plan import Part, make_plan
+from spes_swarm.protocol.rounds.reducing import Reduction
+from spes_swarm.protocol.rounds.results import Results
 from spes_swarm.protocol.rounds.round_state import RoundState
-from tests.helpers.hosts import MEMBERS
-from tests.helpers.rounds import KEY, UNBOUNDED, form, peer, small_layout
+from tests.helpers.hosts import MEMBERS, Endpoint, connected
+from tests.helpers.rounds import KEY, RUN_ID, UNBOUNDED, form, peer, small_layout
 
 LONG_S = 60.0
 
 
 @pytest.fixture(autouse=True)
 def no_part_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "_SMALL", 0)
+    monkeypatch.setattr(workers_module, "_FEW", 0)
 
 
-def first_of(num_members: int, *, others_reachable: bool = False) -> RoundState:
-    """The round of a member that can be reached; if no other can, it reduces everything."""
-    layout = small_layout()
+def all_of(num_members: int, round_number: int = 1, *, others_reachable: bool = False) -> list[RoundState]:
+    """The round of each member; if only the first one can be reached, it reduces everything."""
+    layout, rng = small_layout(), np.random.default_rng(0)
     initial_N = np.zeros(layout.num_elements, np.float32)
     members = [peer(layout, initial_N, range(4), reachable=i == 0 or others_reachable) for i in range(num_members)]
     for member in members:
-        member.live_N += 1.0
-    group = form(members, 1)
+        member.live_N += rng.normal(1, 0.1, layout.num_elements).astype(np.float32)
+    group = form(members, round_number)
     plan = make_plan(group, layout, 64)
-    me = next(i for i, member in enumerate(group.members) if member.statement.reachable)
-    return RoundState(group, plan, me, members[0].reference, members[0].live_N, get_codec("fp32"), UNBOUNDED, KEY)
+    codec = get_codec("fp32")
+    return [
+        RoundState(group, plan, i, member.reference, member.live_N, codec, UNBOUNDED, KEY)
+        for i, member in enumerate(members)
+    ]
+
+
+def first_of(num_members: int, *, others_reachable: bool = False) -> RoundState:
+    """The round of a member that can be reached."""
+    return all_of(num_members, others_reachable=others_reachable)[0]
 
 
 def exchange(timeout_s: float = LONG_S, on_fault: Callable[[str, ProtocolError], None] | None = None) -> Exchange:
@@ -129,6 +143,137 @@ def test_an_error_in_a_thread_ends_the_round(monkeypatch: pytest.MonkeyPatch, fa
     monkeypatch.setattr(state.reduction, fails, fail)
     with pytest.raises(MemoryError):
         asyncio.run(exchange().run(state))
+
+
+@asynccontextmanager
+async def meeting(
+    num_members: int, on_fault: Callable[[str, ProtocolError], None] = lambda *_: None
+) -> AsyncIterator[tuple[list[Exchange], Sequence[Endpoint]]]:
+    """The exchanges of members that reach each other, which have registered their handlers."""
+    async with connected(num_members) as endpoints:
+        exchanges = [
+            Exchange(host.transport, host.rpc, RUN_ID, ExchangeLimits(LONG_S, LONG_S), on_fault, MEMBERS)
+            for host in sorted(endpoints, key=lambda host: host.peer_id)
+        ]
+        for each in exchanges:
+            await each.start()
+        yield exchanges, sorted(endpoints, key=lambda host: host.peer_id)
+
+
+async def push(channel: Channel, sender: RoundState, num_parts: int | None = None) -> None:
+    """Sends what a member owes to the first one, or the first parts of it."""
+    await channel.send_hello(group=sender.group.id)
+    for part in sender.plan.pushes(sender.me, 0)[:num_parts]:
+        await channel.send(sender.contributions.push_frame(part))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not condition():  # noqa: ASYNC110  # nothing tells of it
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("fails", ["_checked", "_mean"])
+def test_an_error_in_what_another_member_has_sent_ends_the_round(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
+    """At once, and that member is not to blame."""
+    state, sender = all_of(2)
+    does, failed, faults = getattr(Reduction, fails), threading.Event(), list[ProtocolError]()
+
+    def fail(self: Reduction, part: Any, what: Any, *more: Any) -> Any:
+        if self is state.reduction and getattr(what, "member", sender.me) == sender.me and not failed.is_set():
+            failed.set()
+            raise MemoryError
+        return does(self, part, what, *more)
+
+    monkeypatch.setattr(Reduction, fails, fail)
+
+    async def hold() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the stream's error is reported, too
+        async with meeting(2, lambda _, error: faults.append(error)) as (exchanges, hosts):
+            under_way = asyncio.create_task(exchanges[0].run(state))
+            await until(lambda: not any(state.me in a.outstanding for a in state.reduction._accumulators.values()))
+            name = f"{RUN_ID}/push"
+            async with open_channel(hosts[1].transport, hosts[0].peer_id, name, LONG_S) as channel:
+                await push(channel, sender)
+                with pytest.raises(MemoryError):
+                    await asyncio.wait_for(under_way, LONG_S / 4)
+
+    asyncio.run(hold())
+    assert failed.is_set()
+    assert not faults
+
+
+def test_a_stream_of_an_earlier_round_does_not_disturb_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    (earlier, sent_earlier), (state, sender) = all_of(2), all_of(2, 2)
+
+    def fail(index: int) -> None:
+        raise MemoryError
+
+    async def hold() -> None:
+        name = f"{RUN_ID}/push"
+        async with meeting(2) as (exchanges, hosts):
+            under_way = asyncio.create_task(exchanges[0].run(earlier))
+            async with open_channel(hosts[1].transport, hosts[0].peer_id, name, LONG_S) as channel:
+                await push(channel, sent_earlier, 1)
+                await until(lambda: earlier.payload_bytes_received)
+                under_way.cancel()
+                await asyncio.wait([under_way])
+                monkeypatch.setattr(earlier.reduction, "complete", fail)
+                under_way = asyncio.create_task(exchanges[0].run(state))
+                await until(lambda: exchanges[0].current is state)
+            await until(lambda: sender.me in earlier.reduction.given_up)
+            async with open_channel(hosts[1].transport, hosts[0].peer_id, name, LONG_S) as channel:
+                await push(channel, sender)
+                await channel.end()
+            assert (await under_way).parts_missing == 0
+            assert state.results.contributors == {0, 1}
+
+    asyncio.run(hold())
+
+
+def test_small_parts_are_computed_on_the_event_loop_and_others_and_batches_in_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = 30
+    monkeypatch.setattr(workers_module, "_FEW", few)
+    states = all_of(3, others_reachable=True)
+    plan, lives = states[0].plan, [state.live_N.copy() for state in states]
+    on_loop: dict[str, set[tuple[bool, bool]]] = {}  # by what is done: (few values, on the event loop)
+
+    def note(what: str, num_values: int) -> None:
+        is_on_loop = threading.current_thread() is threading.main_thread()
+        on_loop.setdefault(what, set()).add((num_values <= few, is_on_loop))
+
+    accept, store, batch = Reduction.accept, Results.store, Contributions.batch
+
+    def note_accept(self: Reduction, member: int, frame: Frame) -> None:
+        note("accept", plan.parts[frame.part].size)
+        accept(self, member, frame)
+
+    def note_store(self: Results, frame: Frame, *more: Any) -> None:
+        note("store", plan.parts[frame.part].size)
+        store(self, frame, *more)
+
+    def note_batch(self: Contributions, part: Part, values: Any) -> Any:
+        frames = batch(self, part, values)
+        note("batch", sum(plan.parts[index].size for index in frames))
+        return frames
+
+    monkeypatch.setattr(Reduction, "accept", note_accept)
+    monkeypatch.setattr(Results, "store", note_store)
+    monkeypatch.setattr(Contributions, "batch", note_batch)
+
+    async def hold() -> None:
+        async with meeting(3) as (exchanges, _):
+            reports = await asyncio.gather(*(e.run(state) for e, state in zip(exchanges, states, strict=True)))
+            assert [report.parts_missing for report in reports] == [0, 0, 0]
+
+    asyncio.run(hold())
+    assert on_loop["accept"] == on_loop["store"] == {(True, True), (False, False)}
+    assert on_loop["batch"] == {(False, False)}  # no batch is small
+    for state in states:
+        np.testing.assert_allclose(state.reference.values_N, np.mean(lives, axis=0), rtol=0, atol=1e-6)
+        assert state.reference.digest == states[0].reference.digest
 
 
 def test_a_nan_of_its_own_is_reported_even_if_the_round_fails() -> None:

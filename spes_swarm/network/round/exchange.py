@@ -1,7 +1,7 @@
 """The exchange of one round: push parts to their reducers, pull the results, repair what is missing.
 
 `Exchange` serves the streams of the other members and drives this member's own; `RoundState` does the bookkeeping.
-deadlines.py says how long it waits.
+deadlines.py says how long it waits, workers.py where it computes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from spes_swarm.network.diagnosis import exchange_lines
 from spes_swarm.network.link.rpc import RemoteError, Rpc
 from spes_swarm.network.link.wire import Channel, FaultSink, Guests, open_channel, serve_channel
 from spes_swarm.network.round.deadlines import Deadlines, ExchangeLimits, Timing, a_batch, answers_within
+from spes_swarm.network.round.workers import Workers
 from spes_swarm.network.transport.interface import STREAM_ERRORS, Transport
 from spes_swarm.protocol.averaging.commitments import MAX_BATCH, Commitment
 from spes_swarm.protocol.bitmap import bitmap, members_of
@@ -39,11 +39,7 @@ from spes_swarm.protocol.rounds.round_state import RoundState
 _MAX_PUSH_HELLO_BYTES = 1024
 _MAX_PULL_HELLO_BYTES = 2 << 20
 _GROUP_ID_BYTES = 32
-_NUM_THREADS, _MAX_THREADS = 2, 8  # more would wait for the daemon, or for each other
 _LOOK_S = 0.05  # how often to look for members that are late
-_SMALL = 1 << 14  # elements of a part that takes less than a millisecond
-_Args = ParamSpec("_Args")
-_Result = TypeVar("_Result")
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -76,7 +72,8 @@ class Exchange:
         self._served = Changes()  # notified when a member of this round has been served
         self._last_heard: dict[int, float] = {}  # by member, in this round
         self._completing: list[asyncio.Task[None]] = []  # of this round
-        self._workers = ThreadPoolExecutor(min(num_threads or _NUM_THREADS, _MAX_THREADS), "spes-exchange")
+        self._error: Exception | None = None  # in this round, which is nobody's fault
+        self._workers = Workers(num_threads)
 
     async def start(self) -> None:
         """Registers the handlers."""
@@ -104,7 +101,7 @@ class Exchange:
             in_time = False
         finally:
             late.cancel()
-        self._report(state, await self._compute(state.results.refuse_excessive))
+        self._report(state, await self._workers.compute_in_thread(state.results.refuse_excessive))
         self._report(state, state.reduction.clipped())
         missing = state.results.missing()
         did_not_come = [state.results.wanted[i] for i in missing if i not in state.results.excessive]
@@ -112,41 +109,8 @@ class Exchange:
         if missing and not in_time:
             raise RoundError(f"{plural(len(missing), 'part')} missing after {self._limits.timeout_s:.0f} s")
         self._record_conduct(state)
-        return await self._commit(state)
-
-    async def _commit(self, state: RoundState) -> CommitReport:
-        """Commits in another thread. Once that has begun, the round can no longer be cancelled."""
-        committing = asyncio.ensure_future(self._compute(state.apply))
-        while not committing.done():
-            try:
-                await asyncio.shield(committing)
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                assert task is not None
-                task.uncancel()
-        return state.finish(committing.result())
-
-    async def _compute(self, work: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        """Does what takes long in another thread, so that this peer answers others meanwhile.
-
-        If it is cancelled, it ends when the work has: nothing is changed behind the back of whoever goes on.
-        """
-        done = asyncio.get_running_loop().run_in_executor(self._workers, partial(work, *args, **kwargs))
-        try:
-            return await asyncio.shield(done)
-        finally:
-            while not done.done():
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait([done])
-
-    async def _compute_part(
-        self, state: RoundState, index: int, work: Callable[_Args, _Result], *args: _Args.args, **kwargs: _Args.kwargs
-    ) -> _Result:
-        """Does the work on one part; on a small one at once, since to hand it over would take longer."""
-        if not _is_small(state, index):
-            return await self._compute(work, *args, **kwargs)
-        await asyncio.sleep(0)
-        return work(*args, **kwargs)
+        # Once the commit has begun, the round can no longer be cancelled.
+        return state.finish(await self._workers.compute_uncancellably(state.apply))
 
     def deadlines(self, state: RoundState) -> Deadlines:
         """The deadlines of a round's exchange."""
@@ -179,6 +143,7 @@ class Exchange:
         self._round, self._timing = state, Timing(state.plan, state.me, slack_s)
         self._open.clear()
         self._completing.clear()
+        self._error = None
         state.tracks.conduct.begin(member.peer_id for i, member in enumerate(state.group.members) if i != state.me)
         self._last_heard = dict.fromkeys(range(state.plan.num_members), time.monotonic())
         loop = asyncio.get_running_loop()
@@ -262,7 +227,8 @@ class Exchange:
                 open_channel(self._transport, peer_id, self._push_name, self._limits.stall_timeout_s) as channel,
             ):
                 await channel.send_hello(group=state.group.id)
-                async with aclosing(self._ahead(state, parts)) as frames:
+                mine = state.contributions
+                async with aclosing(self._workers.compute_ahead(parts, mine.num_to_encode, mine.push_frame)) as frames:
                     async for frame in frames:
                         await channel.send(frame)
                         state.payload_bytes_sent += len(frame.payload)
@@ -272,22 +238,6 @@ class Exchange:
         except STREAM_ERRORS as exc:
             if math.isinf(self._timing.results_s.get(reducer, math.inf)):  # otherwise it has averaged without the rest
                 self.on_fault(peer_id, ProtocolError("push", f"could not push to reducer: {_reason(exc)}"))
-
-    async def _ahead(self, state: RoundState, parts: list[Part]) -> AsyncGenerator[Frame]:
-        """Yields the contributions to parts, and encodes each while the one before is being sent."""
-        encode = state.contributions.push_frame
-        upcoming: asyncio.Future[Frame] | None = None
-        try:
-            for part, after in zip(parts, [*parts[1:], None], strict=True):
-                frame = await (upcoming or self._compute_part(state, part.index, encode, part))
-                upcoming = None
-                if after is not None and not _is_small(state, after.index):
-                    upcoming = asyncio.ensure_future(self._compute(encode, after))
-                yield frame
-        finally:
-            if upcoming is not None:
-                upcoming.cancel()
-                await asyncio.wait([upcoming])
 
     async def _pull(
         self, state: RoundState, source: int, wanted: set[int], deadline: float, *, repair: bool = False
@@ -317,7 +267,7 @@ class Exchange:
                         if frame.part not in remaining:
                             raise ProtocolError("part", f"result {frame.part} is not this reducer's, or came twice")
                         remaining.discard(frame.part)
-                        await self._compute_part(state, frame.part, state.results.store, frame, roots)
+                        await self._workers.compute(_size(state, frame.part), state.results.store, frame, roots)
         except ProtocolError as exc:
             self.on_fault(peer_id, exc)
         except STREAM_ERRORS as exc:
@@ -336,9 +286,9 @@ class Exchange:
         look_at = min(loop.time() + late_s, deadline)  # until then, members known to be late are waited for
         num_owing = len(state.reduction.outstanding())
         probes: dict[int, asyncio.Task[bool]] = {}
-        own = asyncio.create_task(self._accept_own(state))
+        own = self._begin_reducing(self._accept_own(state))
         try:
-            while len(state.reduction.reduced) < state.reduction.num_to_reduce:
+            while self._error is None and len(state.reduction.reduced) < state.reduction.num_to_reduce:
                 for task in filter(asyncio.Task.done, (own, *self._completing)):
                     task.result()  # raises what went wrong
                 until = next((at for at in (look_at, deadline, latest) if loop.time() < at), latest)
@@ -355,6 +305,8 @@ class Exchange:
                 if loop.time() > look_at:
                     look_at = loop.time() + _LOOK_S
                     self._give_up_late(state, num_owing, loop.time() > deadline, loop.time() > latest)
+            if self._error is not None:
+                raise self._error
         finally:
             for probe in probes.values():
                 probe.cancel()
@@ -364,11 +316,18 @@ class Exchange:
             finally:
                 self._stop_awaiting(state, state.me)  # it may change its weights once the round has failed
 
+    def _begin_reducing(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts work of which `_reduce` raises what goes wrong."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._reduced.notify())
+        return task
+
     async def _accept_own(self, state: RoundState) -> None:
         """Takes in this member's own contributions, and averages parts that nobody contributes to."""
         try:
             for part, contribution in state.reduction.own_parts():
-                await self._compute_part(state, part.index, state.reduction.accept_own, part, contribution)
+                num_values = state.contributions.num_to_encode(part) + part.size
+                await self._workers.compute(num_values, state.reduction.accept_own, part, contribution)
         finally:
             if state.reduction.own_faults:
                 self.on_fault(self._name(state, state.me), state.reduction.own_faults[0])
@@ -377,7 +336,7 @@ class Exchange:
     async def _complete_ready(self, state: RoundState) -> None:
         """Averages parts whose last contributor has been given up."""
         for index in state.reduction.ready():
-            await self._compute_part(state, index, state.reduction.complete, index)
+            await self._workers.compute(_size(state, index), state.reduction.complete, index)
 
     async def _is_gone(self, state: RoundState, member: int) -> bool:
         """Returns True if no process listens at a silent member's address, so waiting for it is pointless.
@@ -426,8 +385,8 @@ class Exchange:
 
     def _stop_awaiting(self, state: RoundState, member: int) -> int:
         num_parts = state.reduction.give_up(member)
-        if num_parts:
-            self._completing.append(asyncio.create_task(self._complete_ready(state)))
+        if num_parts and state is self._round:  # the results of an earlier one are sent to nobody
+            self._completing.append(self._begin_reducing(self._complete_ready(state)))
         return num_parts
 
     async def _repair(self, state: RoundState, deadline: float) -> None:
@@ -522,9 +481,15 @@ class Exchange:
                 self._last_heard[member] = time.monotonic()
                 timing.note_contribution(member, frame.part, len(frame.payload))
                 try:
-                    await self._compute_part(state, frame.part, state.reduction.accept, member, frame)
+                    await self._workers.compute(_size(state, frame.part), state.reduction.accept, member, frame)
                 except ProtocolError as exc:
                     self.on_fault(channel.peer_id, exc)
+                except Exception as exc:  # `_reduce` raises it, too: the sender is not to blame
+                    if state is self._round:
+                        self._error = exc
+                        self._reduced.notify()
+                    self._stop_awaiting(state, member)
+                    raise
                 num_frames += 1
                 if num_frames > len(owed):
                     raise ProtocolError("oversized", f"more than the {plural(len(owed), 'part')} that the sender owes")
@@ -574,9 +539,9 @@ class Exchange:
     ) -> None:
         """Sends a result, if this peer holds it in a form that the member can use."""
         if state.results.is_unsigned(index):  # all that are unsigned are signed together, which may be many
-            frame = await self._compute(state.results.frame, index, member, sent)
+            frame = await self._workers.compute_in_thread(state.results.frame, index, member, sent)
         else:
-            frame = await self._compute_part(state, index, state.results.frame, index, member, sent)
+            frame = await self._workers.compute(_size(state, index), state.results.frame, index, member, sent)
         if frame is None:
             return
         if state is not self._round:
@@ -590,10 +555,10 @@ class Exchange:
         return {"finished": state.finished, "held": bitmap(list(state.results.known), len(state.plan.parts))}
 
 
-def _is_small(state: RoundState, index: int) -> bool:
-    """Returns True if there is a part of that index, and all that is computed of it takes no time worth mentioning."""
+def _size(state: RoundState, index: int) -> int:
+    """Values of a part; none if there is no such part, of which nothing is computed."""
     parts = state.plan.parts
-    return 0 <= index < len(parts) and parts[index].size <= _SMALL
+    return parts[index].size if 0 <= index < len(parts) else 0
 
 
 def _max_payload(state: RoundState, num_elements: int) -> int:

@@ -68,6 +68,11 @@ class Contributions:
         first = int(self.plan.round * _GOLDEN_RATIO % 1 * len(owed))
         return owed[first:] + owed[:first]
 
+    def num_to_encode(self, part: Part) -> int:
+        """How many values `push_frame` will encode: those of a whole batch, or none if it is ready."""
+        is_ready = part.index in self._ready.get(part.reducer, {})
+        return 0 if is_ready else sum(p.size for p, _ in self._batch_of(part))
+
     def push_frame(self, part: Part) -> Frame:
         """The message that carries this member's contribution to a part."""
         frames = self._ready.get(part.reducer, {})
@@ -81,13 +86,7 @@ class Contributions:
 
     def batch(self, part: Part, values: Values) -> dict[int, Frame]:
         """The messages with a part and with those that are signed together with it, by part."""
-        if part.reducer not in self._known:
-            self._known.add(part.reducer)
-            owed = self.to(part.reducer)
-            for indices in batches([p.size for p, _ in owed]):
-                batch = [owed[i] for i in indices]
-                self._batches |= {p.index: batch for p, _ in batch}
-        batch = self._batches[part.index]
+        batch = self._batch_of(part)
         payloads = [self._encode(p, c, values) for p, c in batch]
         leaves = [contribution_leaf(p.index, payload) for (p, _), payload in zip(batch, payloads, strict=True)]
         openings = self.key.commit(CONTRIBUTION, self.exchange, leaves)
@@ -98,6 +97,16 @@ class Contributions:
             p.index: Frame(FrameKind.DATA, c.form, p.index, c.weight, opening.wire, payload)
             for (p, c), opening, payload in zip(batch, openings, payloads, strict=True)
         }
+
+    def _batch_of(self, part: Part) -> list[tuple[Part, Contribution]]:
+        """The parts that are signed together with a part, and that part."""
+        if part.reducer not in self._known:
+            self._known.add(part.reducer)
+            owed = self.to(part.reducer)
+            for indices in batches([p.size for p, _ in owed]):
+                batch = [owed[i] for i in indices]
+                self._batches |= {p.index: batch for p, _ in batch}
+        return self._batches[part.index]
 
     def again(self, part: Part, values: Values) -> Frame:
         """The message with a part, which may have been sent before; the values are the same."""

@@ -220,14 +220,13 @@ class Reduction:
             accumulator.arrived.add(member)
         try:
             self._take(part, contribution, frame)
-        except ProtocolError:
+        except ProtocolError:  # after any other error, the round is to fail rather than do without the contribution
             self.refused.add(member)
-            raise
-        else:
-            with self._lock:
-                self.payload_bytes += len(frame.payload)
-        finally:
             self.complete(frame.part)
+            raise
+        with self._lock:
+            self.payload_bytes += len(frame.payload)
+        self.complete(frame.part)
 
     def _take(self, part: Part, contribution: Contribution, frame: Frame) -> None:
         """Checks a contribution and adds it; after this, it is no longer awaited: there is no second attempt."""
