@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,10 +21,12 @@ from spes_swarm.network.transfer.chunk_stream import (
     request_frame,
 )
 from spes_swarm.network.transfer.partial_reference import PartialReference
-from spes_swarm.network.transfer.transfer import Copies
+from spes_swarm.network.transfer.transfer import Copies, Transfer
 from spes_swarm.protocol.consensus.layout import Layout
 from spes_swarm.protocol.consensus.reference import CHUNK_ELEMENTS, Reference, chunk_digest, chunks_of
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
+from tests.helpers.hosts import MEMBERS
+from tests.helpers.virtual_time import run_at_once
 
 CHUNK_BYTES = 4 * CHUNK_ELEMENTS
 
@@ -203,6 +207,30 @@ def test_a_chunk_that_a_commit_changes_is_not_encoded() -> None:
     assert copies.get(first.block, digest) is None
     reference.finish(1, [])
     assert copies.encode(first, digest) is not None
+
+
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_newcomer_is_kept_waiting_while_a_commit_changes_what_it_has_asked_for(is_changed: bool) -> None:
+    reference, stall_s = small_reference(), 8.0
+    first, *_ = CHUNKS
+    digest, sent = reference.digest_of(first), list[FrameKind]()
+    nothing: Any = None
+
+    async def send(frame: Frame) -> None:
+        sent.append(frame.kind)
+        if len(sent) == 2:
+            reference.values_N[first.start] += is_changed
+            reference.finish(1, [(first.block, 1)])
+
+    async def test() -> bytes | None:
+        transfer = Transfer(nothing, nothing, "run", reference, stall_s, nothing, MEMBERS)
+        channel: Any = SimpleNamespace(send=send)
+        reference.changing = frozenset({first.block})
+        return await transfer._payload(channel, 0, digest)
+
+    values = reference.values_N[first.start : first.start + first.size].tobytes()
+    assert run_at_once(test(), stall_s) == (None if is_changed else values)
+    assert sent == 2 * [FrameKind.KEEPALIVE]
 
 
 def test_one_block_is_copied_however_large_it_is() -> None:

@@ -17,15 +17,17 @@ from spes_swarm.network.link.wire import Channel, open_channel
 from spes_swarm.network.round import workers as workers_module
 from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.network.round.exchange import Exchange
+from spes_swarm.protocol.averaging.commitments import MAX_BATCH
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.rounds.contributions import Contributions
-from spes_swarm.protocol.rounds.frames import Frame
+from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.plan import Part, make_plan
 from spes_swarm.protocol.rounds.reducing import Reduction
 from spes_swarm.protocol.rounds.results import Results
 from spes_swarm.protocol.rounds.round_state import RoundState
 from tests.helpers.hosts import MEMBERS, Endpoint, connected
 from tests.helpers.rounds import KEY, RUN_ID, UNBOUNDED, form, peer, small_layout
+from tests.helpers.virtual_time import run_at_once
 
 LONG_S = 60.0
 
@@ -274,6 +276,40 @@ def test_small_parts_are_computed_on_the_event_loop_and_others_and_batches_in_th
     for state in states:
         np.testing.assert_allclose(state.reference.values_N, np.mean(lives, axis=0), rtol=0, atol=1e-6)
         assert state.reference.digest == states[0].reference.digest
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_results_that_come_soon_after_each_other_have_one_signature(is_late: bool) -> None:
+    """The first one waits a little for the others of its batch."""
+    state, other = all_of(2)
+    for part in other.plan.pushes(1, 0):
+        state.reduction.accept(1, other.contributions.push_frame(part))
+    sent: list[Frame] = []
+
+    async def send(frame: Frame) -> None:
+        sent.append(frame)
+
+    async def serve() -> None:
+        serving = exchange()
+        serving._begin(state)
+        channel: Any = SimpleNamespace(send=send)
+        streaming = asyncio.create_task(serving._stream_reduced(state, 1, channel))
+        for number, (part, contribution) in enumerate(state.reduction.own_parts()):
+            state.reduction.accept_own(part, contribution)
+            await asyncio.sleep(0)
+            if is_late and number == 0:
+                await asyncio.sleep(1.0)
+        await streaming
+
+    run_at_once(serve(), LONG_S)
+    results = [frame for frame in sent if frame.kind is FrameKind.DATA]
+    assert [frame.part for frame in results] == state.reduction.reduced
+    signed = [state.results.known[frame.part].signed for frame in results]
+    signatures = [result.opening.signature for result in signed if result is not None]
+    assert len(signatures) == len(results) > MAX_BATCH
+    first = 1 if is_late else MAX_BATCH
+    assert len(set(signatures[:first])) == 1
+    assert signatures[first] != signatures[0]
 
 
 def test_a_nan_of_its_own_is_reported_even_if_the_round_fails() -> None:

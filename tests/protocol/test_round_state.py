@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from spes_swarm.base.arrays import FloatArray
 from spes_swarm.base.errors import ProtocolError
 from spes_swarm.config.run import RunConfig
 from spes_swarm.network.round.deadlines import ExchangeLimits
-from spes_swarm.protocol.averaging.commitments import Opening
+from spes_swarm.protocol.averaging.commitments import MAX_BATCH, Opening
 from spes_swarm.protocol.averaging.signed_result import decode
-from spes_swarm.protocol.consensus.codec import EXACT, get_codec
+from spes_swarm.protocol.consensus.codec import EXACT, Codec, get_codec
+from spes_swarm.protocol.consensus.reference import Reference
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
 from spes_swarm.protocol.rounds.outcome import Bounds
-from spes_swarm.protocol.rounds.plan import Form, Plan, make_plan
+from spes_swarm.protocol.rounds.plan import Form, Part, Plan, make_plan
 from spes_swarm.protocol.rounds.reducing import Reduction
+from spes_swarm.protocol.rounds.results import Averaging
 from spes_swarm.protocol.rounds.round_state import RoundState
 from spes_swarm.protocol.rounds.track_record import TrackRecords
 from tests.helpers.rounds import BOUNDED, KEY, UNBOUNDED, FakePeer, complete_all, form, open_round, peer, small_layout
@@ -86,14 +89,101 @@ def test_a_contribution_that_is_being_checked_is_not_given_up(monkeypatch: pytes
     assert 1 in states[0].results.known[part.index].included
 
 
-def test_what_is_averaged_after_a_commit_has_begun_is_not_committed() -> None:
-    plan, states = begun(trained_peers())
+def test_what_is_averaged_while_a_commit_is_under_way_is_not_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = trained_peers()
+    plan, states = begun(peers)
     contribute(plan, states)
-    late = next(index for index, part in states[0].results.wanted.items() if part.reducer == 0)
-    result = states[0].results.known.pop(late)
-    applied = states[0].apply()
-    states[0].results.known[late] = result
-    assert states[0].finish(applied).parts_missing == 1 + sum(p.reducer != 0 for p in states[0].results.wanted.values())
+    distribute(states)
+    state, reference, live_N = states[0], peers[0].reference, peers[0].live_N
+    late = next(part for part in state.results.wanted.values() if part.reducer == 0 and part.block == 0)
+    result, old_N, old_live_N = state.results.known.pop(late.index), reference.values_N.copy(), live_N.copy()
+    keep = state.previous.keep
+
+    def keep_and_average(*arguments: Any) -> None:
+        keep(*arguments)
+        state.results.known[late.index] = result
+
+    monkeypatch.setattr(state.previous, "keep", keep_and_average)
+    applied = state.apply()
+    assert late.index in state.results.known
+    assert state.finish(applied).parts_missing == 1
+    where = slice(late.start, late.start + late.size)
+    np.testing.assert_array_equal(reference.values_N[where], old_N[where])
+    np.testing.assert_array_equal(live_N[where], old_live_N[where])
+    for part in plan.parts:
+        of_part = slice(part.start, part.start + part.size)
+        assert np.array_equal(reference.values_N[of_part], old_N[of_part]) == (part == late)
+    assert reference.versions == (1, 1, 1, 1)
+    assert reference.digests == Reference(LAYOUT, reference.values_N).digests
+
+
+def with_a_straggler() -> tuple[RoundState, Part, FloatArray]:
+    """The round of a reducer, a part of which one member needs full values, and these."""
+    peers = trained_peers()
+    for who in peers:
+        who.reference.finish(1, [(0, 1)])
+    peers[2].reference.values_N[:10] += 1.0
+    peers[2].reference.finish(1, [(0, 1)])
+    plan, states = begun(peers, number=2)
+    contribute(plan, states)
+    distribute(states)
+    part = next(p for p in plan.parts if p.reducer == 0 and plan.block_of(p).result_form(2) is Form.FULL)
+    return states[0], part, states[0].results.new_values(part, states[0].results.known[part.index]).copy()
+
+
+def full_values(state: RoundState, part: Part) -> FloatArray:
+    frame = state.results.frame(part.index, 2)
+    assert frame is not None
+    assert frame.form is Form.FULL
+    return EXACT.decode(frame.payload, part.size)
+
+
+def test_full_values_are_encoded_again_if_a_commit_has_changed_them_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the difference would have been added to values that contain it."""
+    state, part, new_N = with_a_straggler()
+    codec_of_result, asked = Averaging.codec_of_result, list[int]()
+
+    def commit_first(self: Averaging, which: Part) -> Codec:
+        asked.append(which.index)
+        if len(asked) == 1:
+            state.apply()
+        return codec_of_result(self, which)
+
+    monkeypatch.setattr(Averaging, "codec_of_result", commit_first)
+    np.testing.assert_array_equal(full_values(state, part), new_N)
+    assert asked[0] == part.index
+    assert part.index in state.results.applied
+
+
+def test_full_values_wait_while_a_commit_changes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    state, part, new_N = with_a_straggler()
+    where = slice(part.start, part.start + part.size)
+    half = part.start + part.size // 2
+    state.results.applying = part.index
+    state.reference.values_N[part.start : half] = new_N[: part.size // 2]
+    waits: list[float] = []
+
+    def go_on(seconds: float) -> None:
+        waits.append(seconds)
+        state.reference.values_N[where] = new_N
+        state.results.applied.add(part.index)
+        state.results.applying = -1
+
+    monkeypatch.setattr("spes_swarm.protocol.rounds.results.time.sleep", go_on)
+    np.testing.assert_array_equal(full_values(state, part), new_N)
+    assert len(waits) == 1
+
+
+def test_results_that_wait_are_signed_together_when_the_first_is_sent() -> None:
+    plan, (state, *others) = begun(trained_peers())
+    contribute(plan, [state, *others])
+    unsigned = [index for index in state.reduction.reduced if state.results.is_unsigned(index)]
+    assert len(unsigned) > 1
+    state.results.frame(unsigned[-1], 1)
+    assert not any(map(state.results.is_unsigned, unsigned))
+    known = [state.results.known[index].signed for index in unsigned]
+    signatures = {signed.opening.signature for signed in known if signed is not None}
+    assert len(signatures) == -(-len(unsigned) // MAX_BATCH)
 
 
 @pytest.mark.parametrize(("clip", "bounded"), [(0.0, False), (0.5, True), (1.5, True)])
