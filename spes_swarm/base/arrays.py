@@ -37,7 +37,7 @@ _SCRATCH = _Scratch()
 def scratch(use: str, num_elements: int, dtype: npt.DTypeLike = np.float32) -> NDArray[Any]:
     """Returns an uninitialised array, until this thread asks for the same use again.
 
-    The kernel clears memory that it allocates, which for the values of a part takes as long as computing them.
+    Allocating new memory for a part takes as long as computing the part, because the kernel clears the pages first.
     """
     found = _SCRATCH.arrays.get(use)
     if found is None or len(found) < num_elements:

@@ -1,7 +1,7 @@
 """The threads that compute what an exchange encodes, checks, averages and commits.
 
 A part takes milliseconds and a commit seconds, and the event loop has to answer calls, the DHT and other members
-meanwhile. numpy and BLAKE3 release the interpreter's lock, so threads compute while it does. Three rules:
+meanwhile. numpy and BLAKE3 release the interpreter's lock, so it can while threads compute. Three rules:
 
 - Work on a few values is done at once, on the event loop: to hand it over would take longer.
 - A task that is cancelled ends only when its piece of work has ended, so nothing changes behind the back of whoever
