@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from spes_swarm.protocol.consensus.lineage import MARK_BYTES
-from spes_swarm.protocol.rounds.statement import Statement, form_group, open_statement
+from spes_swarm.protocol.rounds.statement import Group, Statement, form_group, open_statement
 from spes_swarm.protocol.rounds.vouchers import MAX_VOUCHED, VOUCHER_BYTES
 from tests.helpers.refusals import refused
 from tests.helpers.rounds import identity, sign_statement
@@ -115,3 +117,14 @@ def test_every_group_has_a_name_of_its_own() -> None:
 def test_a_peer_is_in_a_group_once() -> None:
     gathered = [sign_statement(identity(0), RUN, statement(tokens=t)) for t in (1, 2)]
     refused("duplicate", lambda: form_group(RUN, 3, gathered, NUM_BLOCKS))
+
+
+def test_the_id_of_a_group_is_part_of_neither_its_value_nor_a_changed_copy() -> None:
+    group = form_group(RUN, 3, [sign_statement(identity(i), RUN, statement()) for i in range(2)], NUM_BLOCKS)
+    own_id = group.id
+    assert group == Group(RUN, 3, group.members, group.sealed)
+    assert pickle.loads(pickle.dumps(group)) == group
+    assert pickle.loads(pickle.dumps(group)).id == own_id
+    changed = replace(group, sealed=group.sealed[1:])
+    assert changed != group
+    assert changed.id == Group(RUN, 3, group.members, group.sealed[1:]).id != own_id

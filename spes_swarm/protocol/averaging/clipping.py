@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median_low
 
 import numpy as np
@@ -55,7 +56,7 @@ LEAST_SCALE, MAX_STRETCH = 1e-12, 1e6
 USUAL_SHARE = 0.8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stated:
     """The inputs to the bounds from one member."""
 
@@ -63,6 +64,11 @@ class Stated:
     shared_rms: float  # of its difference for the shared block
     expert_rms: Mapping[int, float]  # and for each held expert
     usual_rms: tuple[float, float] = (0.0, 0.0)  # shared, expert: in the rounds that it took part in
+
+    @cached_property
+    def largest_expert_rms(self) -> float:
+        """The largest RMS of its experts, because experts that no token was routed to hardly move; 0 without any."""
+        return max(self.expert_rms.values(), default=0.0)
 
 
 def believed_tokens(claimed: Sequence[int], earned: Sequence[float]) -> list[float]:
@@ -84,21 +90,23 @@ def limits(
     """
     if clip == 0:
         return dict.fromkeys(contributors, math.inf)
-    own = {i: _block_rms(stated[i], expert) for i in contributors}
     if expert is not None and len(contributors) < MIN_TO_AGREE:
         # One or two holders have no majority of their own: all members' experts are the measure.
-        # The largest RMS of each member counts, because experts that no token was routed to hardly move.
-        measure = {i: max(s.expert_rms.values()) for i, s in enumerate(stated) if s.expert_rms}
+        measure = [(s.largest_expert_rms, s.tokens) for s in stated]
     else:
-        measure = own
-    known = [(rms, stated[i].tokens) for i, rms in measure.items() if rms > 0 and stated[i].tokens > 0]
+        measure = [(_block_rms(stated[i], expert), stated[i].tokens) for i in contributors]
+    known = [(rms, tokens) for rms, tokens in measure if rms > 0 and tokens > 0]
     if not known:
         return dict.fromkeys(contributors, math.inf)
-    usual = usual_rms(stated, expert)
-    return {
-        i: max(clip * usual, median_low([rms * max(clip, stated[i].tokens / tokens) for rms, tokens in known]))
-        for i in contributors
-    }
+    least = clip * usual_rms(stated, expert)
+    rms_K, tokens_K = np.array(known).T
+    middle = (len(known) - 1) // 2
+
+    def limit(own_tokens: float) -> float:
+        predicted_K = rms_K * np.maximum(clip, own_tokens / tokens_K)
+        return max(least, float(np.partition(predicted_K, middle)[middle]))  # the lower median
+
+    return {i: limit(stated[i].tokens) for i in contributors}
 
 
 def usual_rms(stated: Sequence[Stated], expert: int | None) -> float:
@@ -113,7 +121,7 @@ def median_rms(stated: Sequence[Stated]) -> tuple[float, float]:
     Each member counts once, with the largest RMS of its experts, even if it alone holds most experts.
     """
     shared = [s.shared_rms for s in stated if s.tokens > 0 and s.shared_rms > 0]
-    experts = [max(s.expert_rms.values()) for s in stated if s.tokens > 0 and any(s.expert_rms.values())]
+    experts = [s.largest_expert_rms for s in stated if s.tokens > 0 and s.largest_expert_rms > 0]
     return median_low(shared) if shared else 0.0, median_low(experts) if experts else 0.0
 
 

@@ -306,6 +306,10 @@ class _Bounds:
         self.ratios = granted_ratios(ids, vouched)
         self.tokens = believed_tokens(claimed, self.ratios)
         self._claimed = claimed
+        self.holders: defaultdict[int, list[int]] = defaultdict(list)  # of each expert, in order
+        for i, statement in enumerate(statements):
+            for expert in statement.held:
+                self.holders[expert].append(i)
         self._rms = [(s.rms[0], dict(zip(s.held, s.rms[1:], strict=True))) for s in statements]
         self.stated = [
             Stated(tokens, shared, experts, (s.usual_rms[0], s.usual_rms[1]))
@@ -408,16 +412,13 @@ def _plan_block(
 
 def _choose_base(members: Sequence[Member], block: int) -> tuple[int, frozenset[int]]:
     """Version of the base of a block, and the members that hold it."""
-    holders_of_base: defaultdict[tuple[int, bytes], set[int]] = defaultdict(set)
-    for i, member in enumerate(members):
-        holders_of_base[member.statement.versions[block], member.statement.digests[block]].add(i)
-
-    def preference(base: tuple[int, bytes]) -> tuple[bool, int, int, bytes]:
-        holders = holders_of_base[base]
-        return any(members[i].statement.reachable for i in holders), len(holders), *base
-
-    base = max(holders_of_base, key=preference)
-    return base[0], frozenset(holders_of_base[base])
+    bases = [(member.statement.versions[block], member.statement.digests[block]) for member in members]
+    num_holders = Counter(bases)
+    if len(num_holders) == 1:
+        return bases[0][0], frozenset(range(len(members)))
+    reachable = {base for base, member in zip(bases, members, strict=True) if member.statement.reachable}
+    base = max(num_holders, key=lambda base: (base in reachable, num_holders[base], *base))
+    return base[0], frozenset(i for i, each in enumerate(bases) if each == base)
 
 
 def _plan_return(members: Sequence[Member], block: int, taken_back: Return) -> BlockPlan | None:
@@ -435,9 +436,9 @@ def _weights(members: Sequence[Member], block: int, bounds: _Bounds) -> Weights:
         return [(i, tokens) for i, tokens in enumerate(bounds.tokens) if tokens > 0]
     expert = block - 1
     raw = {
-        i: m.statement.routed[m.statement.held.index(expert)]
-        for i, m in enumerate(members)
-        if expert in m.statement.held and i not in bounds.ignored
+        i: members[i].statement.routed[members[i].statement.held.index(expert)]
+        for i in bounds.holders[expert]
+        if i not in bounds.ignored
     }
     # After a round without experts, a member that has done no step since still has work on them.
     raw = {i: count for i, count in raw.items() if count > 0 or members[i].statement.tokens > 0}
@@ -460,6 +461,7 @@ class _Reducers:
         idle = without_duty(ids, vouched)
         self.without_duty = frozenset(i for i, peer_id in enumerate(ids) if peer_id in idle)
         self.trusted = frozenset(i for i, may in enumerate(may_reduce(ids, vouched)) if may) - self.without_duty
+        self._reachable = frozenset(i for i, member in enumerate(members) if member.statement.reachable)
         rest = resting(ids, vouched)
         self._ready = frozenset(i for i in self.trusted if ids[i] not in rest)
         self._measured = measured_rates(ids, vouched)
@@ -472,20 +474,18 @@ class _Reducers:
 
     def expect(self, num_elements: int) -> None:
         """Takes the number of elements of all parts, from which each member's limit follows."""
-        num_able = sum(self._members[i].statement.reachable for i in self._ready)
-        equal_share = num_elements / max(num_able, 1)
+        equal_share = num_elements / max(len(self._ready & self._reachable), 1)
         self._most = [equal_share * (1.0 if rate is None else MAX_REDUCING_SHARE) for rate in self._measured]
 
     def candidates(self, block_plan: BlockPlan, *, prefer_contributors: bool) -> list[int]:
         """Members that may reduce a block: reachable, trusted, not resting and holding the base; for an expert its
         contributors, if any can. If no such member holds the base, all trusted ones may, or else all that hold it.
         """
-        able = [i for i in sorted(block_plan.in_base) if self._members[i].statement.reachable]
-        able = [i for i in able if i in self._ready] or [i for i in able if i in self.trusted] or able
+        able = block_plan.in_base & self._reachable
+        able = able & self._ready or able & self.trusted or able
         if prefer_contributors:
-            contributors = {c.member for c in block_plan.contributions if c.form is Form.DELTA}
-            return [i for i in able if i in contributors] or able
-        return able
+            able = able & {c.member for c in block_plan.contributions if c.form is Form.DELTA} or able
+        return sorted(able)
 
     def choose(self, candidates: Sequence[int], size: int) -> int:
         """The candidate that would be done first with a part of so many elements."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 from blake3 import blake3
@@ -138,7 +139,7 @@ class Group:
     members: tuple[Member, ...]
     sealed: tuple[bytes, ...]  # the signed statements, in the order of the members
 
-    @property
+    @cached_property
     def id(self) -> bytes:
         """Digest of the signed statements: identifies the group in every message of its exchange."""
         hasher = blake3(f"{self.run_id}|{self.round}".encode())

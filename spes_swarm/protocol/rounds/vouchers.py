@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from statistics import median_low
 from typing import NamedTuple
 
@@ -187,6 +188,11 @@ class _Entry(NamedTuple):
 
 def _named(peer_ids: Sequence[str], vouched: Sequence[bytes]) -> list[dict[int, _Entry]]:
     """What each member says of the others, by member index; nothing of itself."""
+    return _parsed(tuple(peer_ids), tuple(vouched))
+
+
+@lru_cache(maxsize=1)  # a plan asks several questions about one group
+def _parsed(peer_ids: tuple[str, ...], vouched: tuple[bytes, ...]) -> list[dict[int, _Entry]]:
     index_of = {_mark(peer_id): i for i, peer_id in enumerate(peer_ids)}
     said: list[dict[int, _Entry]] = []
     for voter, data in enumerate(vouched):
