@@ -29,7 +29,7 @@ class Version(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-PROTOCOL: Final = Version(6, 0)
+PROTOCOL: Final = Version(7, 0)
 
 
 def check_version(value: object, writer: str, oldest: int | None = None) -> Version:

@@ -99,8 +99,8 @@ def test_another_run_is_not_the_expected_one(manifest: Manifest) -> None:
 
 
 def test_a_manifest_names_the_version_of_its_founder(manifest: Manifest) -> None:
-    assert json.loads(manifest.data)["protocol"] == [6, 0]
-    newer = changed(manifest, lambda content: content.update(protocol=[6, 9], surprise=1))
+    assert json.loads(manifest.data)["protocol"] == [7, 0]
+    newer = changed(manifest, lambda content: content.update(protocol=[7, 9], surprise=1))
     assert open_manifest(newer, "peer").run == run_config()
 
 
@@ -110,6 +110,7 @@ def test_the_runs_of_earlier_versions_go_on(manifest: Manifest) -> None:
         lambda content: content.pop("protocol"),
         lambda content: content.update(protocol=[2, 1]),
         lambda content: content.update(protocol=[4, 0]),
+        lambda content: content.update(protocol=[6, 0]),
     ):
         assert open_manifest(changed(manifest, change), "peer").run == run_config()
 
@@ -129,12 +130,12 @@ def model_settings(**values: Any) -> Callable[[Content], object]:
     [
         (lambda content: content.update(format=FORMAT + 1), rf"format {FORMAT + 1}; .* supports format {FORMAT}"),
         (
-            lambda content: content.update(protocol=[7, 1], format="another"),
-            r"from peer cannot be used: its founder speaks protocol 7\.1, this side 6\.0: upgrade this side$",
+            lambda content: content.update(protocol=[8, 1], format="another"),
+            r"from peer cannot be used: its founder speaks protocol 8\.1, this side 7\.0: upgrade this side$",
         ),
         (
             lambda content: content.update(protocol=[1, 5]),
-            r"its founder speaks protocol 1\.5, this side 6\.0: upgrade its founder$",
+            r"its founder speaks protocol 1\.5, this side 7\.0: upgrade its founder$",
         ),
         (lambda content: content.update(protocol="2.0"), "the version of its founder is not a list of two"),
         (lambda content: content.update(protocol=[2, -1]), "the version of its founder is not a list of two"),

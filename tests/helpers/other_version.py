@@ -1,6 +1,6 @@
 """Versions of spes_swarm that speak another protocol.
 
-`python -m tests.helpers.other_version 6.1 join ...` measures one more metric, too, and its records and statements have
+`python -m tests.helpers.other_version 7.1 join ...` measures one more metric, too, and its records and statements have
 a field that this version does not know. `with_protocol` has only another number.
 """
 

@@ -54,8 +54,8 @@ def changed(**fields: Any) -> DHTRecord:
 def resealed(payload: Any) -> DHTRecord:
     """Signed as it should be, whatever it is."""
     data = msgpack.packb(payload)
-    signature = identity(0).sign(b"\0".join((b"spes_swarm", b"6.0", b"progress", RUN.encode(), data)))
-    return changed(value=PACK(msgpack.packb([[6, 0], data, identity(0).public_key_der, signature])))
+    signature = identity(0).sign(b"\0".join((b"spes_swarm", b"7.0", b"progress", RUN.encode(), data)))
+    return changed(value=PACK(msgpack.packb([[7, 0], data, identity(0).public_key_der, signature])))
 
 
 FIELDS = msgpack.unpackb(msgpack.packb(progress().model_dump()))
@@ -77,7 +77,7 @@ FIELDS = msgpack.unpackb(msgpack.packb(progress().model_dump()))
         (changed(value=b"rubbish"), "malformed"),
         (changed(value=PACK({"experts": [0]})), "malformed"),
         (changed(key=b"unknown"), "malformed"),
-        (changed(value=PACK(msgpack.packb([[7, 0], b"whatever"]))), "other_version"),
+        (changed(value=PACK(msgpack.packb([[8, 0], b"whatever"]))), "other_version"),
         (changed(value=PACK(msgpack.packb([b"", b"", b""]))), "other_version"),
         (resealed({**FIELDS, "surprise": 1}), "malformed"),
         (resealed({**FIELDS, "round": -1}), "malformed"),

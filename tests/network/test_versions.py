@@ -95,19 +95,19 @@ def in_pair(check: Callable[[Pair], Awaitable[None]], *, real: bool = False) -> 
 
 in_both = pytest.mark.parametrize("real", [False, True], ids=["in memory", "through daemons"])
 PING = {"method": "ping", "arguments": {"a": 1}}
-MINE = {"version": [6, 0]}
+MINE = {"version": [7, 0]}
 
 
 @in_both
 def test_a_caller_learns_the_version_and_why_it_is_refused(real: bool) -> None:
     async def check(pair: Pair) -> None:
-        for version in ([6, 0], [6, 7]):
+        for version in ([7, 0], [7, 7]):
             answer = await pair.say({"version": version, **PING, "something": "newer"})
             assert answer == {**MINE, "echo": {"a": 1}}
         assert pair.faults == []
         for version, words in (
-            ([7, 1], "the caller speaks protocol 7.1, this side 6.0: upgrade this side"),
-            ([1, 0], "the caller speaks protocol 1.0, this side 6.0: upgrade the caller"),
+            ([8, 1], "the caller speaks protocol 8.1, this side 7.0: upgrade this side"),
+            ([1, 0], "the caller speaks protocol 1.0, this side 7.0: upgrade the caller"),
         ):
             # Only the version of another major version is read.
             for message in ({"version": version, **PING}, {"version": version}):
@@ -116,7 +116,7 @@ def test_a_caller_learns_the_version_and_why_it_is_refused(real: bool) -> None:
                 pair.faults.clear()
         # As peers of version 1 call, which look for "error" in the answer.
         answer = await pair.say(PING, BEFORE)
-        assert answer["error"] == "version: the caller speaks protocol 1.0, this side 6.0: upgrade the caller"
+        assert answer["error"] == "version: the caller speaks protocol 1.0, this side 7.0: upgrade the caller"
         pair.faults.clear()
         for nonsense in (2, "2.0", [2], [2, 0, 0], [2, -1], [1 << 40, 0], [True, 0], {"2": 0}, b"\2\0"):
             assert (await pair.say({"version": nonsense, **PING}))["error"].startswith("malformed: the version of")
@@ -132,19 +132,19 @@ def test_the_answer_of_another_major_version_is_an_error_that_names_both() -> No
         async def ask() -> dict[str, Any]:
             return await pair.rpc.call(me, "ping", {}, REASONABLE_S)
 
-        another = await pair.serve({"version": [6, 3], "something": "newer"})
+        another = await pair.serve({"version": [7, 3], "something": "newer"})
         assert await ask() == {"something": "newer"}
         assert another.asked == [{**MINE, "method": "ping", "arguments": {}}]
         for answer, words in (
-            ({"version": [7, 0]}, f"peer {me} speaks protocol 7.0, this side 6.0: upgrade this side"),
-            ({"version": [7, 0], "error": "you are old"}, "upgrade this side"),
-            ({"version": [1, 9]}, f"peer {me} speaks protocol 1.9, this side 6.0: upgrade peer {me}"),
+            ({"version": [8, 0]}, f"peer {me} speaks protocol 8.0, this side 7.0: upgrade this side"),
+            ({"version": [8, 0], "error": "you are old"}, "upgrade this side"),
+            ({"version": [1, 9]}, f"peer {me} speaks protocol 1.9, this side 7.0: upgrade peer {me}"),
         ):
             another._answer = msgpack.packb(answer)
             with pytest.raises(ProtocolError, match=words) as error:
                 await ask()
             assert error.value.kind == "version"
-        for nonsense in ({"version": "6.0"}, {"version": [7]}, {"version": [-1, 0]}, [7, 0], 7):
+        for nonsense in ({"version": "7.0"}, {"version": [7]}, {"version": [-1, 0]}, [8, 0], 7):
             another._answer = msgpack.packb(nonsense)
             with pytest.raises(ProtocolError) as error:
                 await ask()
@@ -159,7 +159,7 @@ def test_a_peer_of_version_1_is_recognised(real: bool) -> None:
         with pytest.raises(ConnectionError, match="not supported"):  # it does not answer calls yet
             await pair.rpc.call(pair.other.peer_id, "ping", {}, REASONABLE_S)
         await pair.serve({"echo": {}}, BEFORE)
-        with pytest.raises(ProtocolError, match=r"speaks protocol 1\.0, this side 6\.0: upgrade peer Qm"):
+        with pytest.raises(ProtocolError, match=r"speaks protocol 1\.0, this side 7\.0: upgrade peer Qm"):
             await pair.rpc.call(pair.other.peer_id, "ping", {}, REASONABLE_S)
 
     in_pair(check, real=real)
@@ -167,11 +167,11 @@ def test_a_peer_of_version_1_is_recognised(real: bool) -> None:
 
 def test_the_search_for_a_manifest_ends_at_once_at_another_major_version() -> None:
     async def check(pair: Pair) -> None:
-        another = await pair.serve({"version": [7, 0], "manifest": 5})
+        another = await pair.serve({"version": [8, 0], "manifest": 5})
         with pytest.raises(VersionError) as error:
             await ask_for_manifest(pair.rpc, [pair.other.peer_id], None, 1e6)
         assert len(another.asked) == 1
-        assert str(error.value) == f"peer {pair.other.peer_id} speaks protocol 7.0, this side 6.0: upgrade this side"
+        assert str(error.value) == f"peer {pair.other.peer_id} speaks protocol 8.0, this side 7.0: upgrade this side"
         another._answer = msgpack.packb({**MINE, "error": "not yet"})
         with pytest.raises(BootstrapError, match="not yet"):
             await ask_for_manifest(pair.rpc, [pair.other.peer_id], None, 0.0)
@@ -217,9 +217,9 @@ def test_streams_of_another_major_version_are_refused() -> None:
                 return (await channel.receive(1000)).error_text()
 
         words = "version: the peer that opened the stream speaks protocol"
-        assert await open_with({"version": [7, 0]}) == f"{words} 7.0, this side 6.0: upgrade this side"
+        assert await open_with({"version": [8, 0]}) == f"{words} 8.0, this side 7.0: upgrade this side"
         upgrade = "upgrade the peer that opened the stream"
-        assert await open_with({"group": b""}) == f"{words} 1.0, this side 6.0: {upgrade}"
+        assert await open_with({"group": b""}) == f"{words} 1.0, this side 7.0: {upgrade}"
         assert "malformed" in await open_with({"version": "2.0"})
         assert [fault.kind for fault in pair.faults] == ["version", "version", "malformed"]
         assert said == []

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_swarm.protocol.averaging.lottery import draw, num_audits, shared_out
+from spes_swarm.protocol.rounds.plan import PARTS_PER_MEMBER
 
-PARTS_PER_MEMBER = 16
 # (share of its parts in which a reducer lies, rounds within which this must be proven)
 GOALS = [(0.5, 4), (0.1, 20)]
 

@@ -77,7 +77,7 @@ def test_the_bytes_are_these(name: str, values: list[float], data: str) -> None:
 
 
 @integer_codecs
-@pytest.mark.parametrize("size", [1024, 1025, 65536])  # from the smallest part that a block is cut into
+@pytest.mark.parametrize("size", [1024, 1025, 65536])  # from parts of small blocks on
 def test_how_much_shorter_a_part_becomes(name: str, size: int) -> None:
     assert 4 * size / get_codec(name).num_bytes(size) >= RATIO[name]
 

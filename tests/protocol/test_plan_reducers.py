@@ -10,12 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_swarm.protocol.consensus.layout import SHARED_BLOCK, Layout
-from spes_swarm.protocol.rounds.plan import MIN_PART_ELEMENTS
+from spes_swarm.protocol.rounds.plan import MIN_PART_ELEMENTS, PARTS_PER_MEMBER
 from spes_swarm.protocol.rounds.statement import Member
 from spes_swarm.protocol.rounds.vouchers import vouchers
 from tests.helpers.plans import at, contributors, plan_of, reduced
 from tests.helpers.rounds import small_layout
 from tests.helpers.unsigned_groups import member
+
+LARGE_PART = 1 << 18
 
 
 def shares_of_three(declared: Sequence[float], measured: Mapping[str, float]) -> list[float]:
@@ -195,7 +197,53 @@ def test_idle_members_that_agree_need_no_round() -> None:
 
 
 def test_small_parts_are_not_worth_their_headers() -> None:
-    layout = small_layout(1, shared=50_000)
-    plan = plan_of(layout, *(member(f"p{i}", layout) for i in range(6)), max_part=1 << 16)
+    layout = small_layout(1, shared=5 * MIN_PART_ELEMENTS + 1000)
+    plan = plan_of(layout, *(member(f"p{i}", layout) for i in range(6)), max_part=LARGE_PART)
     sizes = [part.size for part in plan.parts if part.block == SHARED_BLOCK]
-    assert set(sizes[:-1]) == {MIN_PART_ELEMENTS}
+    assert len(sizes) == len(reduced(plan, SHARED_BLOCK)) == 5
+    assert min(sizes) >= MIN_PART_ELEMENTS
+    assert (
+        len(plan_of(layout, *(member(f"p{i}", layout) for i in range(6)), max_part=MIN_PART_ELEMENTS // 2).parts) > 10
+    )
+
+
+@pytest.mark.parametrize("max_part", [LARGE_PART, 30_000])
+def test_the_block_of_a_sole_reducer_is_cut_only_into_the_largest_parts(max_part: int) -> None:
+    layout = small_layout(2, expert=100_000)
+    plan = plan_of(layout, member("a", layout, held=[0]), member("b", layout), max_part=max_part)
+    (whole,) = [block for block in layout.blocks if block.expert == 0]
+    parts = [part for part in plan.parts if part.block == whole.index]
+    assert {part.reducer for part in parts} == {0}
+    assert [part.start for part in parts] == list(range(whole.start, whole.stop, max_part))
+    assert sum(part.size for part in parts) == whole.size
+
+
+@pytest.mark.parametrize("num_members", [2, 3, 5, 8, 13, 24, 33, 50, 64])
+@pytest.mark.parametrize("shared", [1_000_000, 10_000_000])
+@pytest.mark.parametrize("num_experts", [1, 96])  # of 25,000 values; some members hold more of them than others
+def test_members_of_equal_rates_reduce_about_the_same(num_members: int, shared: int, num_experts: int) -> None:
+    layout = small_layout(num_experts, shared=shared, expert=25_000 if num_experts > 1 else 1)
+    held = [list(range(i, num_experts, num_members)) for i in range(num_members)]
+    plan = plan_of(layout, *(member(f"p{i}", layout, held=held[i]) for i in range(num_members)), max_part=LARGE_PART)
+    loads = reduced(plan)
+    equal = (shared + num_experts * layout.expert_block(0).size) / num_members
+    assert len(loads) == num_members
+    assert max(loads.values()) <= 1.25 * equal
+    # Parts of other sizes would be more: those of the experts, and of a block that is larger than its share of these.
+    assert len(plan.parts) <= num_experts + max(PARTS_PER_MEMBER * num_members, -(-shared // LARGE_PART))
+
+
+@pytest.mark.parametrize("num_members", [2, 3, 5, 8, 13, 24, 64])
+def test_a_member_of_half_the_rate_reduces_about_half_as_much(num_members: int) -> None:
+    layout = small_layout(1, shared=PARTS_PER_MEMBER * MIN_PART_ELEMENTS * num_members, expert=1)
+    names = [f"p{i}" for i in range(num_members)]
+    known = {
+        name: vouchers({}, set(names) - {name}, rates={other: 32.0 for other in names if other != name})
+        for name in names
+    }
+    members = [member(n, layout, bandwidth_mbps=16.0 if n == "p1" else 1e3, vouched=known[n]) for n in names]
+    loads = reduced(plan_of(layout, *members, max_part=LARGE_PART), SHARED_BLOCK)
+    slow = loads.pop(sorted(names).index("p1"))
+    assert 0.3 <= slow / (sum(loads.values()) / len(loads)) <= 0.6
+    assert len(loads) == num_members - 1
+    assert max(loads.values()) - min(loads.values()) <= MIN_PART_ELEMENTS  # one part

@@ -62,7 +62,7 @@ def test_a_signature_of_one_peer_does_not_serve_another() -> None:
     refused("signature", lambda: unseal(forged, "note", RUN, Note))
 
 
-def envelope(payload: Any, version: Sequence[int] = (6, 0)) -> bytes:
+def envelope(payload: Any, version: Sequence[int] = (7, 0)) -> bytes:
     """A well-signed message whose payload is anything at all; what `seal` signs, written out."""
     who = identity(0)
     packed = payload if isinstance(payload, bytes) else msgpack.packb(payload)
@@ -93,10 +93,10 @@ def test_a_signed_payload_of_another_shape_is_refused(payload: Any) -> None:
     refused("schema", lambda: unseal(envelope(payload), "note", RUN, Note))
 
 
-@pytest.mark.parametrize("version", [(6, 0), (6, 1), (6, 65_535)])
+@pytest.mark.parametrize("version", [(7, 0), (7, 1), (7, 65_535)])
 def test_a_field_that_is_not_known_is_ignored_only_in_a_message_of_a_newer_version(version: tuple[int, int]) -> None:
     data = envelope({"text": "hello", "count": 3, "more": {"than": ["this"]}}, version)
-    if version <= (6, 0):
+    if version <= (7, 0):
         refused("schema", lambda: unseal(data, "note", RUN, Note))
     else:
         assert unseal(data, "note", RUN, Note)[1] == NOTE
@@ -107,27 +107,27 @@ def test_a_field_that_is_not_known_is_ignored_in_what_a_newer_message_contains_t
         notes: list[Note]
 
     inner = {"notes": [{"text": "hello", "count": 3, "more": 1}]}
-    assert unseal(envelope(inner, (6, 1)), "note", RUN, Notes)[1].notes == [NOTE]
+    assert unseal(envelope(inner, (7, 1)), "note", RUN, Notes)[1].notes == [NOTE]
     refused("schema", lambda: unseal(envelope(inner), "note", RUN, Notes))
     wrong = {"notes": [{"text": "hello", "count": "3", "more": 1}]}
-    refused("schema", lambda: unseal(envelope(wrong, (6, 1)), "note", RUN, Notes))
+    refused("schema", lambda: unseal(envelope(wrong, (7, 1)), "note", RUN, Notes))
 
 
 @pytest.mark.parametrize(
     "payload", [{"text": "hello", "more": 1}, {"text": "hello", "count": "3", "more": 1}, ["hello", 3], None, 7]
 )
 def test_what_is_known_must_fit_in_a_newer_version_too(payload: Any) -> None:
-    refused("schema", lambda: unseal(envelope(payload, (6, 1)), "note", RUN, Note))
+    refused("schema", lambda: unseal(envelope(payload, (7, 1)), "note", RUN, Note))
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (envelope({"text": "hello", "count": 3}, (7, 1)), "speaks protocol 7.1, this side 6.0: upgrade this side"),
-        (msgpack.packb([[7, 1]]), "speaks protocol 7.1, this side 6.0: upgrade this side"),
-        (msgpack.packb([[65_535, 0], {"a": "form"}, 5]), "speaks protocol 65535.0, this side 6.0: upgrade this side"),
-        (envelope({"text": "hello", "count": 3}, (1, 7)), "protocol 1.7, this side 6.0: upgrade the writer of a note"),
-        (msgpack.packb([b"", b"", b""]), "protocol 1.0, this side 6.0: upgrade the writer of a note"),  # as it was then
+        (envelope({"text": "hello", "count": 3}, (8, 1)), "speaks protocol 8.1, this side 7.0: upgrade this side"),
+        (msgpack.packb([[8, 1]]), "speaks protocol 8.1, this side 7.0: upgrade this side"),
+        (msgpack.packb([[65_535, 0], {"a": "form"}, 5]), "speaks protocol 65535.0, this side 7.0: upgrade this side"),
+        (envelope({"text": "hello", "count": 3}, (1, 7)), "protocol 1.7, this side 7.0: upgrade the writer of a note"),
+        (msgpack.packb([b"", b"", b""]), "protocol 1.0, this side 7.0: upgrade the writer of a note"),  # as it was then
     ],
     ids=["newer", "nothing else", "another form", "older", "without a version"],
 )
@@ -139,7 +139,7 @@ def test_of_another_major_version_only_the_version_is_read(data: bytes, words: s
 
 def test_the_signature_covers_the_version() -> None:
     _, *rest = msgpack.unpackb(envelope({"text": "hello", "count": 3}))
-    refused("signature", lambda: unseal(msgpack.packb([[6, 1], *rest]), "note", RUN, Note))
+    refused("signature", lambda: unseal(msgpack.packb([[7, 1], *rest]), "note", RUN, Note))
 
 
 @pytest.mark.parametrize(
@@ -171,19 +171,19 @@ def test_no_version_fails_in_another_way(value: Any) -> None:
         version = check_version(value, "somebody")
     except ProtocolError as exc:
         version, kind = None, exc.kind
-    assert kind in ("malformed", "version") if version is None else version.major == 6
+    assert kind in ("malformed", "version") if version is None else version.major == 7
 
 
 @given(st.integers(0, 65_535), st.integers(0, 65_535))
-@example(6, 5)
-@example(5, 6)
+@example(7, 6)
+@example(6, 7)
 def test_exactly_the_side_with_the_smaller_major_version_upgrades(major: int, minor: int) -> None:
-    if major == 6:
+    if major == 7:
         assert check_version([major, minor], "it") == (major, minor)
         return
-    with pytest.raises(ProtocolError, match=f"it speaks protocol {major}.{minor}, this side 6.0: upgrade ") as error:
+    with pytest.raises(ProtocolError, match=f"it speaks protocol {major}.{minor}, this side 7.0: upgrade ") as error:
         check_version([major, minor], "it")
-    assert error.value.detail.endswith("upgrade it" if major < 6 else "upgrade this side")
+    assert error.value.detail.endswith("upgrade it" if major < 7 else "upgrade this side")
 
 
 @pytest.mark.parametrize(
@@ -193,9 +193,9 @@ def test_exactly_the_side_with_the_smaller_major_version_upgrades(major: int, mi
         b"\xc1",
         msgpack.packb(3),
         msgpack.packb([]),
-        msgpack.packb([[6, 0]]),
-        msgpack.packb([[6, 0], b"", b"", b"", b""]),
-        msgpack.packb([[6, 0], b"", "", b""]),
+        msgpack.packb([[7, 0]]),
+        msgpack.packb([[7, 0], b"", b"", b"", b""]),
+        msgpack.packb([[7, 0], b"", "", b""]),
         msgpack.packb([b"a", b"b"]),
         msgpack.packb(["a", b"b", b"c"]),
         msgpack.packb({"a": 1}),

@@ -183,7 +183,7 @@ async def attack_calls(stranger: Stranger, other: Identity) -> None:
         ENDLESS_MAP,
         b"\x91" * 100_000,
         msgpack.packb([1]),
-        msgpack.packb({"version": [6, 0]}),
+        msgpack.packb({"version": [7, 0]}),
         msgpack.packb({"version": [2, -1], "method": "ping", "arguments": {}}),
     ):
         answer = await stranger.transport.call(stranger.target_id, "spes_swarm::Rpc.rpc_call", garbage, 60.0)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.testing.local_peer import LocalPeer
-from spes_swarm.protocol.rounds.plan import PARTS_PER_MEMBER
+from spes_swarm.protocol.rounds.plan import MIN_PART_ELEMENTS
 from spes_swarm.storage.checkpoint import load_newest
 from tests.helpers.slow_join import launch_slow
 from tests.helpers.swarm import PATIENT, SWARM_RUN, Swarm, equal_digests, swarm
@@ -26,19 +26,20 @@ def test_four_peers_agree_in_every_round(tmp_path: Path) -> None:
         peers = running.start_all(4, "--max-rounds", NUM_ROUNDS, "--experts", 2)
         assert [peer.wait() for peer in peers] == [0, 0, 0, 0]
         layout = tiny_layout()
-        # fp16: two bytes a value, and four for the scale of each part
-        part = max(-(-layout.blocks[0].size // (PARTS_PER_MEMBER * 4)), 1024)
-        shared, experts = ((2 + 4 / part) * size for size in (layout.blocks[0].size, 8 * layout.expert_block(0).size))
-        formula = 3 / 4 * (2 * shared + experts)
+        # fp16: two bytes a value, and few for scales. The shared block has parts for three of the peers.
+        shared, experts = 2 * layout.blocks[0].size, 2 * 8 * layout.expert_block(0).size
+        assert layout.blocks[0].size // MIN_PART_ELEMENTS == 3
+        payloads = [num_parts * shared + (1 - num_parts / 3) * shared + 3 / 4 * experts for num_parts in (0, 1, 1, 1)]
         for number in range(1, NUM_ROUNDS + 1):
             equal_digests(peers, number)
+            for direction in ("sent", "received"):
+                counted = sorted(peer.rounds()[number][f"payload_bytes_{direction}"] for peer in peers)
+                assert counted == pytest.approx(payloads, rel=0.05)
             for peer in peers:
                 event = peer.rounds()[number]
                 assert event["peers"] == 4
                 assert event["experts_covered"] == 8
                 assert event["parts_missing"] == 0
-                assert event["payload_bytes_sent"] == pytest.approx(formula, rel=0.05)
-                assert event["payload_bytes_received"] == pytest.approx(formula, rel=0.05)
         # Together they do the inner steps of all, to the nearest step; up to one of each other peer is predicted. (Not
         # so in the first round: who calls it may not have seen everybody begin.)
         inner_steps = SWARM_RUN["round"]["inner_steps"]

@@ -25,7 +25,7 @@ def test_a_peer_that_adds_a_metric_and_one_that_lacks_it_train_together(tmp_path
         running.has_known_events = False  # its metric
         running.launch = launch_slow(SLOW_S)
         plain = running.found("--wait-for-peers", 2, "--name", "plain")
-        running.launch = launch_version("6.1")
+        running.launch = launch_version("7.1")
         newer = running.join("--wait-for-peers", 2, "--name", "newer")
         for number in (1, 2):
             for peer in (plain, newer):
@@ -35,7 +35,7 @@ def test_a_peer_that_adds_a_metric_and_one_that_lacks_it_train_together(tmp_path
         assert newer.rounds()[2]["grad_norm"] == 0.5
         assert "grad_norm" not in plain.rounds()[2]
         look = ("--once", "--json", "--initial-peers", plain.address())
-        its_own = command("6.1", "monitor.__main__", *look)
+        its_own = command("7.1", "monitor.__main__", *look)
         said = subprocess.run(its_own, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
         here, there = json.loads(output_of(monitor, *look)), json.loads(said)
         for state in (here, there):
@@ -51,8 +51,8 @@ def test_a_peer_that_adds_a_metric_and_one_that_lacks_it_train_together(tmp_path
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ("6.0", "7.0", "speaks protocol 6.0, this side 7.0: upgrade peer "),
-        ("7.0", "6.0", "speaks protocol 7.0, this side 6.0: upgrade this side"),
+        ("7.0", "8.0", "speaks protocol 7.0, this side 8.0: upgrade peer "),
+        ("8.0", "7.0", "speaks protocol 8.0, this side 7.0: upgrade this side"),
     ],
 )
 def test_a_peer_of_another_major_version_is_refused_at_once(

@@ -77,7 +77,7 @@ class Liar:
         return {"early": True} if isinstance(asked, Poll) else {}
 
     def _sends_away(self, caller: str, asked: Poll | Call) -> Lie:
-        return {"leader": self._favourite, "relieved": self._chance.random() < 0.5}
+        return {"leader": self._favourite}
 
     def _sends_nowhere(self, caller: str, asked: Poll | Call) -> Lie:
         return {"leader": self._chance.choice(["nobody", "idle", "behind", ""])}

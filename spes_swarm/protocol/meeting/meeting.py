@@ -162,8 +162,7 @@ class Meeting:
             state.outputs.append(Called(round_number))
             self._advance_attempt()  # it may turn to the caller
         if leader := state.leader_in(round_number):
-            # Older peers of protocol 6 go by `relieved`, newer ones by what most others follow.
-            return {"leader": leader, "relieved": peer in state.view.without_duty}
+            return {"leader": leader}
         return {"target": target} if is_stranger else {}
 
     def poll_answered(self, poll: Poll, answer: Answer | ProtocolError | None) -> None:
