@@ -117,7 +117,7 @@ class Task:
                 "codec": self.codec,
                 "part_elements": self.part_elements,
                 "window_s": 10.0,
-                "stall_timeout_s": 30.0,
+                "stall_timeout_s": 30.0 + 2.0 * self.num_peers,  # they share one machine
                 "timeout_s": _TIMEOUT_S,
                 "progress_ttl_s": 60.0,
                 "lease_s": 600.0,

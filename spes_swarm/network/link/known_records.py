@@ -15,7 +15,6 @@ import asyncio
 import math
 import random
 import struct
-import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final
@@ -31,10 +30,12 @@ from spes_swarm.protocol.members.signed import Model
 
 KINDS: Final = ("progress", "leases", "publishers")
 _TIMEOUT_S = 3.0
-_PATIENCE_S = 1.0  # for answers; those that come later count as well
+_PATIENCE_S = 1.0  # for the second of two answers; what comes later counts as well
 _ASKED = 2  # members, each time
 _FEW = 16  # among so many others, a node that stores records is asked each time
-_SEARCH_S = 2.0  # between two searches of the DHT, for each member
+# Between two searches of the DHT, for each member: usually, and if nobody answers. A machine that is so busy that no
+# answer comes in time would have even less for them if each of its peers searched.
+_SEARCH_S, _SEARCH_SOON_S = 2.0, 0.5
 _MARK = struct.Struct("<8sd")  # of a record: digest of its writer's id, and its expiration
 _MAX_HAVE_BYTES = 2048 * _MARK.size  # of each kind
 _MAX_ANSWER_BYTES = 1 << 20
@@ -70,7 +71,7 @@ class KnownRecords:
 
     def __post_init__(self) -> None:
         self._known: dict[str, dict[str, _Entry]] = {kind: {} for kind in KINDS}
-        self._search_at = -math.inf  # monotonic time
+        self._searched_at = -math.inf  # by the event loop's clock
         self._asking: dict[str, asyncio.Task[bool]] = {}  # by peer id
 
     async def start(self) -> None:
@@ -90,12 +91,16 @@ class KnownRecords:
 
     def search_soon(self) -> None:
         """Makes the next refresh a search: there may be peers that no member knows of."""
-        self._search_at = -math.inf
+        self._searched_at = -math.inf
 
     async def refresh(self) -> None:
-        """Asks others what is new. Searches the DHT instead if it is time for that, or nobody answers."""
-        if time.monotonic() >= self._search_at or not await self._ask_some():
-            self._search_at = time.monotonic() + _SEARCH_S * (1 + len(self.members()))
+        """Asks others what is new, and searches the DHT if it is time for that."""
+        num_members = len(self.members())
+        is_answered = num_members > 0 and await self._ask_some()
+        pause_s = num_members * (_SEARCH_S if is_answered else _SEARCH_SOON_S)
+        now = asyncio.get_running_loop().time()
+        if now - self._searched_at > pause_s:
+            self._searched_at = now
             await asyncio.gather(*map(self.search, KINDS))
         self._take_stored()
 
@@ -140,13 +145,16 @@ class KnownRecords:
     # Asking others, and answering them.
 
     async def _ask_some(self) -> bool:
-        """Asks a few members, drawn by lot; returns False if nobody has answered soon."""
+        """Asks a few members, drawn by lot; returns False if nobody answers."""
         for peer in (drawn := self._draw()):
             self._asking[peer] = asyncio.create_task(self._ask(peer), name=peer)
             self._asking[peer].add_done_callback(lambda task: self._asking.pop(task.get_name()))
         if not drawn:
             return False
-        answered, _ = await asyncio.wait([self._asking[peer] for peer in drawn], timeout=_PATIENCE_S)
+        asking = [self._asking[peer] for peer in drawn]
+        answered, _ = await asyncio.wait(asking, timeout=_PATIENCE_S)
+        if not answered:
+            answered, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
         return any(task.result() for task in answered)
 
     def _draw(self) -> list[str]:
