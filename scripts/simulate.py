@@ -36,9 +36,8 @@ from spes_swarm.protocol.rounds.plan import make_plan
 from spes_swarm.protocol.rounds.statement import Group, open_statement, seal_statement
 
 BYTES_PER_VALUE = 2.0  # fp16
-RECORDS_READ_EVERY_S = 1.0  # network.discovery.REFRESH_S
+RECORDS_RENEWED_S = RoundConfig(inner_steps=1).progress_ttl_s / 5  # see network.announcer
 STATEMENT_BROUGHT_EVERY_S = 1.0  # gathering.POLL_S
-DHT_REPLICAS = 5  # hivemind's default: nodes that store a record
 
 
 class PlanSampler:
@@ -113,7 +112,7 @@ def control_plane(group: Group, num_experts: int) -> dict[str, float]:
     records = [seal(identity, "progress", "simulation", progress), seal(identity, "leases", "simulation", lease)]
     verify_s = cpu_seconds(lambda: open_statement(sealed, "simulation", group.round, num_experts + 1))
     verify_record_s = cpu_seconds(lambda: unseal(records[0], "progress", "simulation", Progress))
-    members, size, record_bytes = len(group.members), len(sealed), sum(map(len, records))
+    members, size = len(group.members), len(sealed)
     return {
         "statement_bytes": size,
         "progress_record_bytes": len(records[0]),
@@ -123,10 +122,8 @@ def control_plane(group: Group, num_experts: int) -> dict[str, float]:
         "leader_sends_bytes": members * (members - 1) * size,
         "leader_receives_bytes_per_s": (members - 1) * size / STATEMENT_BROUGHT_EVERY_S,
         "checking_a_group_cpu_s": members * verify_s,
-        "records_read_bytes_per_s": (members - 1) * record_bytes / RECORDS_READ_EVERY_S,
-        "records_checked_cpu_share": 2 * (members - 1) * verify_record_s / RECORDS_READ_EVERY_S,
-        "most_members_at_half_a_core": 0.5 * RECORDS_READ_EVERY_S / (2 * verify_record_s),
-        "record_node_sends_bytes_per_s": members * (members - 1) * record_bytes / DHT_REPLICAS / RECORDS_READ_EVERY_S,
+        "new_records_bytes_per_s": (members - 1) * len(records[0]) / RECORDS_RENEWED_S,
+        "new_records_checked_cpu_share": (members - 1) * verify_record_s / RECORDS_RENEWED_S,
     }
 
 

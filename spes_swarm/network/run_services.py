@@ -53,6 +53,7 @@ class RunServices:
         state = self.state = RunState.of(identity, settings, door.admits, door.members.exclusions)
         context.run, context.round = state.run_id, lambda: state.reference.round
         self._tasks: list[asyncio.Task[None]] = []
+        self._known_records: KnownRecords | None = None
         announcer = self.announcer = Announcer(state, self._dht.now, on_fault)
         guests = Guests(admits=door.admits, is_member=state.is_member)
         proofs = Proofs(transport, state, on_fault, guests, announcer.announce_soon, door.members.inviter)
@@ -106,10 +107,12 @@ class RunServices:
             validator,
             run_id,
             self._dht.now,
+            self._is_known,
             vet,
-            members=lambda: [view.peer_id for view in self.state.roster.answering() if view.progress.reachable],
-            near=lambda: writer.near,
+            members=self._whom_to_ask,
+            near=lambda: writer.near & {view.peer_id for view in self.state.roster.answering()},
         )
+        writer.on_write = known_records.take
         self._discovery.open(known_records)
         await self._dht.serve()
         await known_records.start()
@@ -129,7 +132,8 @@ class RunServices:
         for task in self._tasks:
             task.cancel()
         self._discovery.stop()
-        self._known_records.stop()
+        if self._known_records is not None:  # otherwise this peer has not joined the DHT
+            self._known_records.stop()
         self._rounds.audits.end(keep=False)
         await self._rounds.lasting_records.close()
         await self._rounds.audits.proofs.stop()
@@ -152,6 +156,15 @@ class RunServices:
         """Returns True if this peer has been in contact with another one, so that a process is behind its records."""
         me, reputation = self.state.identity.peer_id, self.state.roster.reputation
         return peer_id == me or reputation.has_answered(peer_id) or self._dht.has_met(peer_id)
+
+    def _whom_to_ask(self) -> list[str]:
+        """Members that can tell what is new: those whose work is in a commit, while there are any."""
+        roster = self.state.roster
+        trusted, answering = (
+            [view.peer_id for view in views if view.progress.reachable]
+            for views in (roster.electorate(), roster.answering())
+        )
+        return trusted or answering
 
     # What is repeated while the run is open.
 
@@ -192,6 +205,7 @@ class RunServices:
     async def _reunite(self) -> None:
         live = {self.state.identity.peer_id, *self._dht.door.present()}
         if await self.greeter.known_peers.reunite(live, self._daemon, self._dht.node):
+            assert self._known_records is not None
             self._known_records.search_soon()
 
     # Reachability; see connectivity.py.

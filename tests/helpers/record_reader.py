@@ -8,7 +8,7 @@ from typing import Any
 
 from hivemind.dht import DHTNode
 
-from spes_swarm.network.link.dht_records import RunRecordValidator, accept
+from spes_swarm.network.link.dht_records import RunRecordValidator, accept, everybody
 from spes_swarm.network.link.known_records import KnownRecords
 from spes_swarm.network.transport.dht import DhtNode
 from spes_swarm.protocol.members.signed import Model
@@ -20,6 +20,6 @@ async def read_records(
     """The valid, unexpired records of a kind by peer id."""
     nobody: Any = None  # is asked
     validator = RunRecordValidator(run_id, now)
-    known = KnownRecords(DhtNode(node), nobody, validator, run_id, now, accept, members=tuple, near=tuple)
+    known = KnownRecords(DhtNode(node), nobody, validator, run_id, now, everybody, accept, members=tuple, near=tuple)
     await known.search(kind)
     return known.of(kind, schema)

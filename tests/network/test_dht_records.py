@@ -451,7 +451,6 @@ async def honest_peers_see_each_other(nodes: list[DHTNode]) -> None:
     written = {identity(i).peer_id: lease(expires, since_round=i) for i in range(2)}
     for i, writer in enumerate(writers):
         assert await writer.publish("leases", written[identity(i).peer_id])
-        assert writer.near == {identity(1 - i).peer_id}
     for node in nodes:
         assert await read_records(node, RUN, "leases", Lease) == written
     newer = lease(expires + 1, since_round=9)
@@ -459,6 +458,9 @@ async def honest_peers_see_each_other(nodes: list[DHTNode]) -> None:
     for node in nodes:
         assert (await read_records(node, RUN, "leases", Lease))[identity(1).peer_id] == newer
         assert await read_records(node, RUN, "progress", Progress) == {}
+    for i, writer in enumerate(writers):
+        assert await writer.publish("progress", progress(expires))
+        assert writer.near == {identity(1 - i).peer_id}
 
 
 async def an_intruder_changes_nothing(nodes: list[DHTNode]) -> None:

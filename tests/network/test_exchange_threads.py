@@ -17,7 +17,7 @@ from spes_swarm.network.link.wire import Channel, open_channel
 from spes_swarm.network.round import workers as workers_module
 from spes_swarm.network.round.deadlines import ExchangeLimits
 from spes_swarm.network.round.exchange import Exchange
-from spes_swarm.protocol.averaging.commitments import MAX_BATCH
+from spes_swarm.protocol.averaging.commitments import MAX_BATCH, Commitment
 from spes_swarm.protocol.consensus.codec import get_codec
 from spes_swarm.protocol.rounds.contributions import Contributions
 from spes_swarm.protocol.rounds.frames import Frame, FrameKind
@@ -199,6 +199,14 @@ def test_an_error_in_what_another_member_has_sent_ends_the_round(monkeypatch: py
                 await push(channel, sender)
                 with pytest.raises(MemoryError):
                     await asyncio.wait_for(under_way, LONG_S / 4)
+            assert not exchanges[0]._completing
+            wanted, roots = {part.index for part in sender.plan.parts if part.reducer == 0}, list[Commitment]()
+            async with open_channel(hosts[1].transport, hosts[0].peer_id, f"{RUN_ID}/pull", LONG_S) as channel:
+                await channel.send_hello(group=sender.group.id, parts=b"")
+                while (frame := await channel.receive(1 << 20)).kind is not FrameKind.END:
+                    sender.results.store(frame, roots)
+            assert not wanted <= sender.results.known.keys(), "a round that fails here is not made up without it"
+            assert all(sender.me in result.included for result in sender.results.known.values())
 
     asyncio.run(hold())
     assert failed.is_set()

@@ -55,6 +55,7 @@ class Member:
         self.now = NOON
         self.near: set[str] = set()
         self.excluded: set[str] = set()
+        self.strangers: set[str] = set()
         self.members = others
         node: Any = SimpleNamespace(search=dht.search, stored=lambda key: self.stored[key])
         self.records = KnownRecords(
@@ -63,6 +64,7 @@ class Member:
             RunRecordValidator(RUN, lambda: self.now, vet=self.vet),
             RUN,
             lambda: self.now,
+            lambda peer_id: peer_id not in self.strangers,
             self.vet,
             members=lambda: [peer for peer in self.members if peer != self.id],
             near=lambda: self.near,
@@ -70,7 +72,7 @@ class Member:
 
     def vet(self, peer_id: str, record: Record) -> None:
         if peer_id in self.excluded:
-            raise ProtocolError("stranger", "excluded")
+            raise ProtocolError("excluded", "there is a proof")
 
     def sealed(self, kind: str, record: Record) -> tuple[str, bytes, float]:
         """A record of its own, as nodes store it."""
@@ -198,6 +200,40 @@ def test_records_expire_and_those_of_excluded_peers_are_neither_shown_nor_passed
         assert asker.sees
         asker.now = NOON + 60
         assert not asker.sees
+
+    run_at_once(scenario(), 60)
+
+
+def test_a_record_that_its_writer_has_just_written_is_told_and_one_of_a_stranger_is_not() -> None:
+    async def scenario() -> None:
+        _, (asker, writer, stranger) = await swarm(3)
+        asker.members = [writer.id]
+        writer.records.take("progress", *writer.sealed("progress", progress(NOON + 60)))
+        writer.store("progress", stranger.sealed("progress", progress(NOON + 60)))
+        writer.strangers = {stranger.id}
+        await asker.records.refresh()
+        assert asker.sees == {writer.id: NOON + 60}
+        assert writer.sees.keys() == {writer.id, stranger.id}
+        writer.strangers = set()
+        await asker.records.refresh()
+        assert asker.sees.keys() == {writer.id, stranger.id}
+
+    run_at_once(scenario(), 60)
+
+
+def test_what_has_no_room_in_an_answer_comes_another_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        _, (asker, told, *writers) = await swarm(6)
+        asker.members = [told.id]
+        for writer in writers:
+            told.store("progress", writer.sealed("progress", progress(NOON + 60)))
+        size = len(writers[0].sealed("progress", progress(NOON + 60))[1])
+        monkeypatch.setattr("spes_swarm.network.link.known_records._MAX_ANSWER_BYTES", 2 * size + size // 2)
+        counts = []
+        for _ in range(2):
+            await asker.records.refresh()
+            counts.append(len(asker.sees))
+        assert counts == [2, 4]
 
     run_at_once(scenario(), 60)
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from spes_swarm.network.link import peer_greeter
+from spes_swarm.network.link.known_peers import KnownPeers
 from spes_swarm.network.link.peer_greeter import PeerGreeter
 from spes_swarm.protocol.members.roster import Roster
 from tests.helpers.records import progress
+from tests.helpers.rounds import identity
 
 
 def test_silent_records_keep_nobody_from_being_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,3 +52,9 @@ def test_silent_records_keep_nobody_from_being_called(monkeypatch: pytest.Monkey
     asyncio.run(look_around())
     assert {"a", "b"} <= set(called)
     assert len(set(called)) == len(roster.peers)
+
+
+def test_all_addresses_of_a_peer_are_kept() -> None:
+    peer = identity(1).peer_id
+    maddrs = [f"/ip4/{host}/tcp/4001/p2p/{peer}" for host in ("127.0.0.1", "172.17.0.1")]
+    assert KnownPeers([*maddrs, *maddrs[:1]]).of([peer]) == maddrs

@@ -28,14 +28,17 @@ from tests.helpers.tiny_model import tiny_layout
 class FirstRecords:
     """The founder's record has just appeared."""
 
-    async def read(self, kind: str, schema: type[Record]) -> dict[str, Any]:
+    async def refresh(self) -> None:
+        pass
+
+    def of(self, kind: str, schema: type[Record]) -> dict[str, Any]:
         return {"founder": progress()} if kind == "progress" else {}
 
 
 class UnreadableRecords:
     """Nobody answers."""
 
-    async def read(self, kind: str, schema: type[Record]) -> dict[str, Any]:
+    async def refresh(self) -> None:
         raise OSError("no node answers")
 
 

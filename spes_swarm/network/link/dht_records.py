@@ -18,7 +18,8 @@ contact with; a newcomer calls every peer that it finds, so its records are kept
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 
 from spes_swarm.base.decoding import unpack
 from spes_swarm.base.errors import ProtocolError
@@ -155,21 +156,25 @@ class RecordWriter:
     """Writes this peer's records of one run.
 
     Attributes:
-        near: the ids of the other peers whose nodes have taken the last record.
+        near: the ids of the other peers whose nodes have taken the last progress record.
+        on_write: called with the kind of each record, its writer, its bytes and its expiration.
     """
 
     def __init__(self, node: DhtNode, identity: Identity, run_id: str) -> None:
         self._node = node
         self._identity = identity
         self._run_id = run_id
-        self.near: Collection[str] = ()
+        self.near: AbstractSet[str] = frozenset()
+        self.on_write: Callable[[str, str, bytes, float], object] = lambda *written: None
 
     async def publish(self, kind: str, record: Record) -> bool:
         """Stores this peer's record. Returns True if it is in the DHT afterwards."""
         sealed = seal(self._identity, kind, self._run_id, record)
         key, me = record_key(self._run_id, kind), self._identity.peer_id
+        self.on_write(kind, me, sealed, record.expires)
         if taken := await self._node.store(key, sealed, record.expires, me):
-            self.near = taken - {me}
+            if kind == "progress":
+                self.near = taken - {me}
             return True
         # Nodes also copy records to each other; one that has this very record already answers "not newer".
         stored = (await self._node.search(key)).get(me)

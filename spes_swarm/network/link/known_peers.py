@@ -51,7 +51,8 @@ class KnownPeers:
     def __init__(self, initial: Sequence[str]) -> None:
         self._known: OrderedDict[str, _Known] = OrderedDict()  # the one met longest ago is first
         for maddr in initial:
-            self.note(peer_id_of(maddr), [maddr])
+            peer_id = peer_id_of(maddr)
+            self.note(peer_id, list(dict.fromkeys([*self.of([peer_id]), maddr])))
 
     def note(self, peer_id: str, maddrs: Sequence[str]) -> None:
         """Remembers where a peer can be reached; forgets the peers met longest ago when there are too many."""

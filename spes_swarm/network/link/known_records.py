@@ -5,8 +5,9 @@ of a core; so a member tells two others once a second what it has, and gets what
 the two is a node with which records are stored, so all know a record within about a second. Among many it spreads from
 member to member: after about three seconds, 64 know it.
 
-Nobody decides alone what another one knows: whom a member asks is drawn by lot, and the DHT is searched now and then.
-That also finds peers that no member knows of, as after a cut.
+Nobody decides alone what another one knows: whom a member asks is drawn by lot, from those whose work is in a commit
+while there are any, since identities cost nothing. The DHT is searched now and then; that also finds peers that no
+member knows of, as after a cut.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import struct
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 from blake3 import blake3
@@ -29,18 +31,18 @@ from spes_swarm.protocol.members.records import Record
 from spes_swarm.protocol.members.signed import Model
 
 KINDS: Final = ("progress", "leases", "publishers")
-_TIMEOUT_S = 3.0
+_TIMEOUT_S = 1.5  # so short that a connection does not count as dead, see Rpc
 _PATIENCE_S = 1.0  # for the second of two answers; what comes later counts as well
 _ASKED = 2  # members, each time
 _FEW = 16  # among so many others, a node that stores records is asked each time
 # Between two searches of the DHT, for each member: usually, and if nobody answers. A machine that is so busy that no
 # answer comes in time would have even less for them if each of its peers searched.
-_SEARCH_S, _SEARCH_SOON_S = 2.0, 0.5
+_SEARCH_S, _SEARCH_SOON_S, _MAX_SEARCH_S = 2.0, 0.5, 120.0
 _MARK = struct.Struct("<8sd")  # of a record: digest of its writer's id, and its expiration
 _MAX_HAVE_BYTES = 2048 * _MARK.size  # of each kind
-_MAX_ANSWER_BYTES = 1 << 20
+_MAX_ANSWER_BYTES = 1 << 18  # of each kind
 # Why this peer may refuse what an honest member passes on, who knows other peers or acts, or has another time.
-_DIFFERENT_VIEWS = frozenset({"strangers", "stranger", "terms", "lifetime", "version"})
+_DIFFERENT_VIEWS = frozenset({"excluded", "strangers", "stranger", "terms", "lifetime", "version"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,9 @@ class _Entry:
 class KnownRecords:
     """The newest record of each kind and writer.
 
-    `members` returns the ids of members that can be asked, `near` those of the nodes that have stored this peer's last
-    record; `now` the swarm's time in Unix seconds.
+    `members` returns the ids of members that can be asked, `near` those of them whose nodes have stored this
+    peer's last record; `now` the swarm's time in Unix seconds. Records of peers for which `is_known` is False are not
+    passed on: nobody may be behind them.
     """
 
     node: DhtNode
@@ -65,6 +68,7 @@ class KnownRecords:
     validator: RunRecordValidator
     run_id: str
     now: Callable[[], float]
+    is_known: Callable[[str], bool]
     vet: Vet
     members: Callable[[], Collection[str]]
     near: Callable[[], Collection[str]]
@@ -97,24 +101,32 @@ class KnownRecords:
         """Asks others what is new, and searches the DHT if it is time for that."""
         num_members = len(self.members())
         is_answered = num_members > 0 and await self._ask_some()
-        pause_s = num_members * (_SEARCH_S if is_answered else _SEARCH_SOON_S)
+        pause_s = min(num_members * (_SEARCH_S if is_answered else _SEARCH_SOON_S), _MAX_SEARCH_S)
         now = asyncio.get_running_loop().time()
         if now - self._searched_at > pause_s:
-            self._searched_at = now
             await asyncio.gather(*map(self.search, KINDS))
+            self._searched_at = now
         self._take_stored()
+        self._drop_expired()
 
     async def search(self, kind: str) -> None:
         """Takes in all records of a kind that the DHT has."""
         for owner, entry in (await self.node.search(record_key(self.run_id, kind))).items():
-            self._take(kind, owner, entry.value, entry.expiration_time)
+            self.take(kind, owner, entry.value, entry.expiration_time)
+
+    def _drop_expired(self) -> None:
+        now = self.now()
+        for kind, known in self._known.items():
+            self._known[kind] = {writer: entry for writer, entry in known.items() if entry.message.expires > now}
 
     def _current(self, kind: str) -> dict[str, _Entry]:
         """What is known, without records that have expired, and those of peers that may no longer take part."""
-        known, now = self._known[kind], self.now()
-        for writer in [writer for writer, entry in known.items() if entry.message.expires <= now]:
-            del known[writer]
-        return {writer: entry for writer, entry in known.items() if self._may_take_part(writer, entry.message)}
+        now = self.now()
+        return {
+            writer: entry
+            for writer, entry in self._known[kind].items()
+            if entry.message.expires > now and self._may_take_part(writer, entry.message)
+        }
 
     def _may_take_part(self, writer: str, message: Record) -> bool:
         try:
@@ -123,8 +135,10 @@ class KnownRecords:
             return False
         return True
 
-    def _take(self, kind: str, owner: object, sealed: object, expires: float) -> str | None:
+    def take(self, kind: str, owner: object, sealed: object, expires: float) -> str | None:
         """Takes in a record if it is newer than the one known; returns what is wrong with it, if it is invalid."""
+        if kind not in self._known:
+            return None
         known = self._known[kind].get(owner) if isinstance(owner, str) else None
         if known is not None and known.message.expires >= expires:
             return None
@@ -140,7 +154,7 @@ class KnownRecords:
         """Takes in the records that this peer's own node stores for others."""
         for kind in KINDS:
             for owner, sealed, expires in self.node.stored(record_key(self.run_id, kind)):
-                self._take(kind, owner, sealed, expires)
+                self.take(kind, owner, sealed, expires)
 
     # Asking others, and answering them.
 
@@ -192,7 +206,7 @@ class KnownRecords:
             for record in records:
                 if not (isinstance(record, list) and len(record) == 3 and isinstance(record[2], float)):
                     raise ProtocolError("malformed", "a record in an answer has three fields")
-                fault = self._take(kind, *record)
+                fault = self.take(kind, *record)
                 if fault is not None and fault not in _DIFFERENT_VIEWS:
                     raise ProtocolError(fault, "an answer with an invalid record")
 
@@ -202,15 +216,18 @@ class KnownRecords:
         if request.get("run") != self.run_id or not isinstance(have, dict):
             raise ProtocolError("malformed", "a question about records of another run, or without a list")
         self._take_stored()
-        room, answer = _MAX_ANSWER_BYTES, dict[str, Any]()
+        answer = dict[str, Any]()
         for kind in KINDS:
             marks = have.get(kind, b"")
             if not isinstance(marks, bytes) or len(marks) > _MAX_HAVE_BYTES or len(marks) % _MARK.size:
                 raise ProtocolError("malformed", "a list of records that a peer has")
             expires = dict[bytes, float](_MARK.iter_unpack(marks))
-            answer[kind] = []
-            for writer, entry in self._current(kind).items():
-                if expires.get(entry.writer_mark, -math.inf) < entry.message.expires and room >= len(entry.sealed):
-                    room -= len(entry.sealed)
-                    answer[kind].append([writer, entry.sealed, entry.message.expires])
+            newer = [
+                (writer, entry.sealed, entry.message.expires)
+                for writer, entry in self._current(kind).items()
+                if expires.get(entry.writer_mark, -math.inf) < entry.message.expires and self.is_known(writer)
+            ]
+            random.shuffle(newer)  # what has no room now comes another time
+            ends = accumulate(len(sealed) for _, sealed, _ in newer)
+            answer[kind] = [record for record, end in zip(newer, ends, strict=True) if end <= _MAX_ANSWER_BYTES]
         return answer

@@ -385,7 +385,8 @@ class Exchange:
 
     def _stop_awaiting(self, state: RoundState, member: int) -> int:
         num_parts = state.reduction.give_up(member)
-        if num_parts and state is self._round:  # the results of an earlier one are sent to nobody
+        # The results of an earlier round, or of one that has failed here, are sent to nobody.
+        if num_parts and state is self._round and self._error is None:
             self._completing.append(self._begin_reducing(self._complete_ready(state)))
         return num_parts
 
@@ -521,7 +522,7 @@ class Exchange:
 
     async def _stream_reduced(self, state: RoundState, member: int, channel: Channel) -> None:
         position, sent = 0, dict[Commitment, int]()
-        while position < state.reduction.num_to_reduce and state is self._round:
+        while position < state.reduction.num_to_reduce and state is self._round and self._error is None:
             if position == len(state.reduction.reduced):
                 if not await self._reduced.wait(self._limits.stall_timeout_s / 4):
                     await channel.send(Frame(FrameKind.KEEPALIVE))

@@ -19,7 +19,7 @@ from hivemind.p2p import P2P, PeerID
 from spes_swarm.network.transport import hivemind_changes
 from spes_swarm.network.transport.hivemind_changes import Guard
 
-_NEAREST = 8  # nodes to a key that are looked for, of which some store what is written
+_NEAREST = 10  # nodes to a key that are looked for, of which some store what is written
 
 StoredRecord: TypeAlias = DHTRecord  # an entry of a dictionary; its subkey and value are encoded
 
@@ -106,7 +106,10 @@ class DhtNode:
         key_id, protocol = DHTID.generate(source=key), self._node.protocol
         beside = DHTID(key_id ^ 1)  # has the same neighbours, and nobody stores anything there
         found = await self._node.find_nearest_nodes([beside], k_nearest=_NEAREST, beam_size=_NEAREST)
-        candidates, packed = list(found[beside].values()), protocol.serializer.dumps(value)
+        candidates = list(found[beside].values())
+        if self._node.peer_id not in candidates:  # at last, it has the record itself
+            candidates.append(self._node.peer_id)
+        packed = protocol.serializer.dumps(value)
         record, taken, answered = stored_record(key, subkey, value, expires), set[str](), 0
 
         async def store_at(peer: PeerID) -> bool | None:
@@ -114,7 +117,7 @@ class DhtNode:
                 is_valid = protocol.record_validator.validate(record)
                 return is_valid and bool(protocol.storage.store_subkey(key_id, subkey, packed, expires))
             stored = await protocol.call_store(peer, [key_id], [packed], [expires], [subkey])
-            return None if stored is None else all(stored)
+            return None if stored is None else list(stored) == [True]
 
         while candidates and answered < self._node.num_replicas:  # others stand in for those that do not answer
             turn = [candidates.pop(0) for _ in candidates[: self._node.num_replicas - answered]]
