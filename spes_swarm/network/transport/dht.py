@@ -114,8 +114,8 @@ class DhtNode:
 
         async def store_at(peer: PeerID) -> bool | None:
             if peer == self._node.peer_id:
-                is_valid = protocol.record_validator.validate(record)
-                return is_valid and bool(protocol.storage.store_subkey(key_id, subkey, packed, expires))
+                is_valid = protocol._validate_record(record.key, record.subkey, record.value, expires)
+                return bool(is_valid and protocol.storage.store_subkey(key_id, subkey, packed, expires))
             stored = await protocol.call_store(peer, [key_id], [packed], [expires], [subkey])
             return None if stored is None else list(stored) == [True]
 
