@@ -34,6 +34,7 @@ class LeasesOfOthers:
     def __init__(self, others: Others) -> None:
         self._others = others
         self._held: tuple[int, ...] = ()
+        self._leases: dict[str, Lease] = {}
         self.looks = -1  # after the first choice
 
     async def publish(self, kind: str, record: Record) -> bool:
@@ -41,16 +42,21 @@ class LeasesOfOthers:
         self._held = tuple(record.experts)
         return True
 
-    async def read(self, kind: str, schema: type[Record]) -> dict[str, Lease]:
-        if kind != "leases":
-            return {}
+    async def refresh(self) -> None:
+        await self.search("leases")
+
+    async def search(self, kind: str) -> None:
+        assert kind == "leases"
         self.looks += 1
         assert self.looks <= MAX_LOOKS, "the claim does not end"
         expires = time.time() + 60.0 + self.looks
-        return {
+        self._leases = {
             peer: Lease(expires=expires, experts=list(experts), since_round=0)
             for peer, experts in self._others(self._held).items()
         }
+
+    def of(self, kind: str, schema: type[Record]) -> dict[str, Lease]:
+        return self._leases if kind == "leases" else {}
 
 
 def claim(others: Others, want: int, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[int, ...], int]:
